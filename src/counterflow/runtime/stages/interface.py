@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from counterflow.schedule.modes import Recompute
+from counterflow.verification.diagnosis.reruns import RerunDiagnosis
 
 from ..mesh.parallel import StageModule
 from ..messages.values import Value
@@ -18,7 +19,7 @@ from .detach_points import DetachPoints
 from .named_layer import NamedLayer
 from .precision import Precision
 from .randomness import RandomStreams
-from .recomputation import Buffers, FirstRuns, InputGuard
+from .recomputation import Buffers, InputGuard
 from .replays import LayerReplays
 from .sample_rows import SampleRows
 from .saved_bytes import SavedBytes
@@ -41,7 +42,7 @@ class RunnableStage(Protocol):
     precision: Precision
     buffers: Buffers
     entry: InputGuard
-    first_runs: FirstRuns
+    reruns: RerunDiagnosis
     replays: LayerReplays | None
     split_planner: SplitBackwardPlanner
     module: StageModule | None

@@ -229,7 +229,7 @@ class PlainPass(StagePass):
     def _forward(self, inputs: list[Tensor], value: Value) -> Output:
         stage, self.inputs = self.stage, inputs
         if stage.replays is not None:
-            stage.replays.hold = self.meter.counter(self.saved)
+            stage.replays.count_saved = self.meter.counter(self.saved)
         spare = None if stage.checked else mapped(copied, value)
         structure, tensors = self.head(self.run(value))
         self.end_graph(tensors, spare)
@@ -273,7 +273,7 @@ class PlainPass(StagePass):
     def _rerun(self, value: Value) -> Sequence[Tensor]:
         stage = self.stage
         if stage.replays is not None:
-            stage.replays.hold = None
+            stage.replays.count_saved = None
         with stage.buffers.swapped_in(stage.buffers.snapshot()):
             output = stage.forward(value, self.step, self.rows)
             return self.head(output, rerun=True)[1]

@@ -17,13 +17,11 @@ from typing_extensions import override
 
 from counterflow.api.counters import summed
 from counterflow.api.torch_internals import never_compiled
-from counterflow.common.doubling import is_doubling
 from counterflow.common.tensors.dtensors import is_dtensor
 from counterflow.common.tensors.torch_private import buffers_of, keeps_statistics, same_memory
 from counterflow.common.trees import tensors_in, versions
 from counterflow.errors import ConfigError
-from counterflow.verification.diagnosis.comparison import norm_distance
-from counterflow.verification.diagnosis.tolerances import RERUNS_ON_GPU, square_root_tolerance
+from counterflow.verification.diagnosis.reruns import FirstOutput
 
 from ..messages.values import Value
 from .sample_rows import SampleRows
@@ -32,8 +30,8 @@ from .stage_wrappers import Run, StageWrapper
 Contents = tuple[Tensor | None, ...]
 """Contents of buffers at one time."""
 
-Hold = Callable[[Tensor], None]
-"""Notes a tensor that is kept for a backward."""
+CountSaved = Callable[[Tensor], None]
+"""Function that counts a tensor as saved for a backward."""
 
 
 def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -62,11 +60,11 @@ def _itself(tensor: Tensor) -> Tensor:
 class InputGuard(StageWrapper):
     """Guard of an input that a stage or layer may change in place.
 
-    The first run is watched. For what changes nothing, nothing is done from then on.
+    The first run shows whether it does; if not, later runs do nothing for it.
     """
 
     changes: bool | None = None
-    """Whether the input is changed in place; None: not known yet."""
+    """True if the input is changed in place; None: unknown before the first run."""
 
     @override
     def wrap_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
@@ -88,7 +86,7 @@ class InputGuard(StageWrapper):
         return value if self.changes is False else mapped(copied, value)
 
     def learn(self, value_in: Any, before: list[int]) -> None:
-        """See whether the first run changed what it was given."""
+        """Note whether the first run changed its input."""
         if self.changes is None:
             self.changes = versions(value_in) != before
 
@@ -123,89 +121,13 @@ def _no_leaf(tensor: Tensor) -> Tensor:
     return same_memory(tensor)
 
 
-class FirstOutput:
-    """Output of a run, to be compared with that of its recomputation.
-
-    Args:
-        tensors: its output.
-        exact: True to compare copies; otherwise norms, which take no memory.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor], *, exact: bool) -> None:
-        self.exact = exact
-        self.contents = self.of(tensors)
-
-    def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return copies, or norms, to compare."""
-        return [_copy(tensor) if self.exact else _norm(tensor) for tensor in tensors]
-
-
-class FirstRuns:
-    """Choice of the runs that are compared with their recomputations: one a step, whole the first time.
-
-    On a GPU, where comparing waits for the device, in fewer and fewer steps.
-
-    Args:
-        device: where it runs.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._waits = device.type != "cpu"
-        self._last: int | None = None
-
-    def of(self, tensors: Sequence[Tensor], step: int) -> FirstOutput | None:
-        """Return the output to compare with a recomputation; None: it is not compared."""
-        last = self._last
-        if last == step:
-            return None
-        self._last = step
-        if last is not None and self._waits and not is_doubling(step):
-            return None
-        return FirstOutput(tensors, exact=last is None)
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
-
-
-def _norm(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    counts = (tensor.is_floating_point() or tensor.is_complex()) and not is_dtensor(tensor)
-    return tensor.norm() if counts else torch.zeros(())
-
-
-def rerun_error(place: str) -> ConfigError:
-    """Error of a second run whose output is not that of the first."""
-    return ConfigError(
-        f"{place} gives other values when it is computed again for its backward; what it does may depend on "
-        "its input, weights, buffers and torch's random numbers only, or take recompute='none'"
-    )
-
-
-def compare_rerun(output: Sequence[Tensor], first: FirstOutput, place: str) -> None:
-    """Compare the output of a second run with the first one, within rounding.
-
-    Raises:
-        ConfigError: they differ.
-    """
-    if len(output) != len(first.contents):
-        raise rerun_error(place)
-    values = output if first.exact else first.of(output)
-    for new, old in zip(values, first.contents, strict=True):
-        if not (old.is_floating_point() or old.is_complex()) or new.shape != old.shape or is_dtensor(new):
-            continue
-        limit = max(square_root_tolerance(old.dtype), RERUNS_ON_GPU if old.is_cuda else 0.0)
-        if norm_distance(old, new) > limit:  # False if a value is not finite
-            raise rerun_error(place)
-
-
 class Buffers:
-    """The buffers of some modules, which a forward may change: counters, averages, power iterations.
+    """Buffers of some modules, which a forward may change: counters, averages, power iterations.
 
-    Running statistics of batch norms are not read in training: what they were does not matter.
+    Running statistics of batch norms are not part of snapshots, as training does not read them.
 
     Args:
-        modules: whose buffers; those inside them as well.
+        modules: the modules; the buffers of their children are included.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -279,7 +201,7 @@ class Buffers:
 
 
 class Packed:
-    """Placeholder for the ``number``-th tensor that autograd saved in a run; a replay makes it again."""
+    """Placeholder for the ``number``-th tensor that autograd saved in a run; a replay computes it again."""
 
     __slots__ = ("number", "replay")
 
@@ -287,53 +209,56 @@ class Packed:
         self.replay = replay
         self.number = number
 
-    def keep(self) -> None:
-        """The tensor is needed once more after a backward has first asked for it."""
+    def mark_needed_twice(self) -> None:
+        """Keep the tensor after a backward has used it, for another one."""
         self.replay.needed_twice.add(self.number)
 
     @property
     def tensor(self) -> Tensor | None:
-        """The tensor, if it is there."""
+        """The tensor, if a replay has computed it."""
         entry = self.replay.tensors.get(self.number)
         return None if entry is None else entry[0]
 
 
 class Replay:
-    """Finds what autograd saved in a run by running again, when a backward first asks for any of it.
+    """Second run of a layer, which computes the tensors that autograd saved when a backward first uses one.
 
     Args:
-        place: what runs, for messages.
-        rerun: runs it again, and returns its output.
-        recount: called before that: forgets what the last replay kept, and gives what notes what this does.
+        place: the layer in words.
+        rerun: runs the layer again, and returns its output.
+        recount: called before that: ends the count of the previous replay's tensors, and returns the function
+            that counts those of this one; None: nothing is counted.
     """
 
-    def __init__(self, place: str, rerun: Callable[[Any], Any], recount: Callable[[], Hold | None]) -> None:
+    def __init__(
+        self, place: str, rerun: Callable[[Any], Any], recount: Callable[[], CountSaved | None]
+    ) -> None:
         self.place = place
         self._rerun = rerun
         self._recount = recount
         self._value: Any = None
         self._versions: list[int] = []
         self._changes = False
-        self._hold: Callable[[], None] | None = None
+        self._count_input: Callable[[], None] | None = None
         self._shapes: list[torch.Size] = []
         self.tensors: dict[int, tuple[Tensor, int]] = {}
-        """What the run gave that no backward asked for yet, with the tensors' versions."""
+        """Saved tensors that no backward has used yet, with their versions."""
         self.needed_twice: set[int] = set()
-        """What is kept although a backward asks for it."""
+        """Numbers of the tensors that stay after a backward has used them."""
         self._ran = self._runs = False
         self.first: FirstOutput | None = None
-        """Record of a run that is compared with the next one."""
+        """Output that is compared with that of the second run."""
 
-    def keep(self, value: Any, *, changes: bool, hold: Callable[[], None] | None = None) -> None:
+    def save(self, value: Any, *, changes: bool, count_input: Callable[[], None] | None = None) -> None:
         """Save the input to run on.
 
         Args:
-            value: the input; a copy of it, if a run may change it.
+            value: the input; a copy, if a run may change it.
             changes: whether a run may change it in place.
-            hold: notes that it is kept; called if anything would have been saved.
+            count_input: counts the input as saved; called if autograd would have saved anything.
         """
         self._value, self._changes, self._versions = value, changes, versions(value)
-        self._hold = hold
+        self._count_input = count_input
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -360,7 +285,7 @@ class Replay:
         )
 
     def settle(self) -> None:
-        """If it ran, forget all but what is kept: there is no other run."""
+        """Drop tensors that no further backward uses, if the second run was made: there is no third one."""
         if self._ran:
             self.tensors = {
                 number: item for number, item in self.tensors.items() if number in self.needed_twice
@@ -369,9 +294,9 @@ class Replay:
 
     @never_compiled
     def _pack(self, tensor: Tensor) -> Packed:
-        if self._hold is not None:
-            self._hold()
-            self._hold = None
+        if self._count_input is not None:
+            self._count_input()
+            self._count_input = None
         self._shapes.append(tensor.shape)
         return Packed(self, len(self._shapes) - 1)
 
@@ -395,15 +320,15 @@ class Replay:
                 f"the input of {self.place} was changed in place before it was computed again, which did not "
                 "happen in the first forward; copy it before it is changed"
             )
-        hold = self._recount()
+        count = self._recount()
         saved_tensors: list[tuple[Tensor, int]] = []
 
         @never_compiled
         def pack(tensor: Tensor) -> Tensor:
             detached = tensor.detach()
             saved_tensors.append((detached, detached._version))  # noqa: SLF001
-            if hold is not None:
-                hold(detached)
+            if count is not None:
+                count(detached)
             return detached
 
         with torch.enable_grad():
@@ -418,7 +343,7 @@ class Replay:
                 "and torch's random numbers only"
             )
         if self.first is not None:
-            compare_rerun(list(tensors_in(output)), self.first, self.place)
+            self.first.compare(list(tensors_in(output)), self.place)
             self.first = None
         self.tensors = dict(enumerate(saved_tensors))
         self._ran = True

@@ -16,12 +16,13 @@ from typing_extensions import override
 from counterflow.common.trees import each_tensor, versions
 from counterflow.errors import ConfigError
 from counterflow.verification.diagnosis.comparison import distance
+from counterflow.verification.diagnosis.reruns import FirstOutput, rerun_error
 from counterflow.verification.diagnosis.tolerances import ROW_FACTOR, square_root_tolerance
 
 from ..messages.values import Value, flatten_value, takes_gradient, unflatten_value
 from .interface import RunnableStage
 from .passes import Output, PlainPass, StagePass
-from .recomputation import Contents, FirstOutput, compare_rerun, copied, mapped, rerun_error, same_tensors
+from .recomputation import Contents, copied, mapped, same_tensors
 
 _NOTHING = nullcontext()
 
@@ -80,7 +81,7 @@ class RecomputedPass(StagePass):
         else:
             saved = same
         structure, tensors = self.head(output)
-        first = stage.first_runs.of(tensors, self.step)
+        first = stage.reruns.first_output(tensors, self.step)
         return structure, self.save(RecomputeInput(saved, before, contents, [], first), tensors)
 
     def save(self, source: RecomputeInput, outputs: list[Tensor]) -> list[Tensor]:
@@ -121,7 +122,7 @@ class RecomputedPass(StagePass):
         if source.marked and len(tensors) != len(source.marked):
             raise rerun_error(place)
         if source.first is not None:
-            compare_rerun(tensors, source.first, place)
+            source.first.compare(tensors, place)
         with stage.precision.computing() if not stage.checked else _NOTHING:
             graph.end_graph(tensors, spare)
         graph.outputs = [tensor for tensor, marked in zip(tensors, source.marked, strict=True) if marked]

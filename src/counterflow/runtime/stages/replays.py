@@ -1,4 +1,4 @@
-"""Layers of which the input alone is kept: they are computed again when a backward asks for what they saved.
+"""Layers of which only the input is saved: they are computed again when a backward uses what they saved.
 
 Invariant: a layer runs again in the same precision, with the random numbers and buffers of its first run.
 """
@@ -16,10 +16,11 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from counterflow.common.trees import tensors_in, versions
+from counterflow.verification.diagnosis.reruns import RerunDiagnosis
 
 from ..messages.values import Value
 from .named_layer import NamedLayer, place_of
-from .recomputation import Buffers, FirstRuns, Hold, InputGuard, Replay, same_tensors
+from .recomputation import Buffers, CountSaved, InputGuard, Replay, same_tensors
 from .sample_rows import SampleRows
 from .saved_bytes import SavedBytes, SavedStorage
 from .stage_wrappers import Run, StageWrapper
@@ -44,13 +45,13 @@ class LayerReplays(StageWrapper):
         computing: Callable[[], AbstractContextManager[Any]],
         note: Callable[[Replay], None],
     ) -> None:
-        self.hold: Hold | None = None
-        """In a forward: notes what is kept to compute layers again."""
-        self.recount: Callable[[], Hold] | None = None
-        """In a backward: forgets what the layer recomputed last kept, and gives what notes the next one's."""
+        self.count_saved: CountSaved | None = None
+        """In a forward: counts the inputs that are saved."""
+        self.recount: Callable[[], CountSaved] | None = None
+        """In a backward: ends the count of the previous layer, and returns what counts the next one."""
         self._computing, self._note = computing, note
         self._of = {
-            layer.index: (InputGuard(), Buffers([layer.module]), FirstRuns(device)) for layer in layers
+            layer.index: (InputGuard(), Buffers([layer.module]), RerunDiagnosis(device)) for layer in layers
         }
         self._watched: list[tuple[InputGuard, Value, list[int], Replay]] = []
 
@@ -63,7 +64,7 @@ class LayerReplays(StageWrapper):
         """
         collected: list[SavedStorage] = []
 
-        def recount() -> Hold:
+        def recount() -> CountSaved:
             meter.release(collected)
             return partial(meter.count, collected=collected)
 
@@ -81,7 +82,7 @@ class LayerReplays(StageWrapper):
         for guard, layer_input, before, replay in self._watched:
             guard.learn(layer_input, before)
             if not guard.changes:
-                replay.keep(layer_input, changes=False)
+                replay.save(layer_input, changes=False)
         self._watched.clear()
         return value
 
@@ -89,7 +90,7 @@ class LayerReplays(StageWrapper):
     def wrap_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         if not torch.is_grad_enabled():
             return run(value, step, rows)
-        guard, buffers, first_runs = self._of[layer.index]
+        guard, buffers, reruns = self._of[layer.index]
         contents = buffers.snapshot()
 
         def rerun(value: Value) -> Value:
@@ -101,15 +102,15 @@ class LayerReplays(StageWrapper):
         same = same_tensors(value)
         if guard.changes is None:
             self._watched.append((guard, same, versions(same), replay))
-        hold = None if self.hold is None else partial(_hold_all, self.hold, same)
-        replay.keep(guard.saved_copy(same), changes=guard.changes is not False, hold=hold)
+        count_input = None if self.count_saved is None else partial(_count_all, self.count_saved, same)
+        replay.save(guard.saved_copy(same), changes=guard.changes is not False, count_input=count_input)
         with replay.watch():
             value = run(value, step, rows)
-        replay.first = first_runs.of(list(tensors_in(value)), step)
+        replay.first = reruns.first_output(list(tensors_in(value)), step)
         return value
 
 
-def _hold_all(hold: Hold, value: Value) -> None:
+def _count_all(count: CountSaved, value: Value) -> None:
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, Tensor):
-            hold(leaf)
+            count(leaf)

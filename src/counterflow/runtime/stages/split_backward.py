@@ -309,7 +309,7 @@ class SplitBackward:
     def _keep(self, saved: list[Any], *, look: bool) -> None:
         for packed in saved:
             if isinstance(packed, Packed):
-                packed.keep()
+                packed.mark_needed_twice()
         if look:
             self._saved += saved
 

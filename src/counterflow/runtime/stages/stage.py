@@ -13,6 +13,7 @@ from counterflow.api.experts import TokenBalance
 from counterflow.common.probe_flag import PROBING
 from counterflow.common.tensors.torch_private import buffers_of
 from counterflow.schedule.modes import Recompute
+from counterflow.verification.diagnosis.reruns import RerunDiagnosis
 
 from ..mesh.parallel import StageModule, fsdp_modules, gathered_parameters
 from ..messages.values import Value
@@ -29,7 +30,7 @@ from .named_layer import LOSS, NamedLayer
 from .passes import EmptyPass, GuardedPass, Head, PlainPass, RawHead, SplitPass, StagePass
 from .precision import CastStage, Precision
 from .randomness import RandomStreams
-from .recomputation import Buffers, FirstRuns, InputGuard
+from .recomputation import Buffers, InputGuard
 from .replays import LayerReplays
 from .sample_rows import SampleRows
 from .saved_bytes import SavedBytes
@@ -113,7 +114,7 @@ class LocalStage:
         self.aux_losses = AuxLossCollector()
         self.joins: bool | None = None if skips is None else False
         """True if outputs are row-independent (a joined run equals single runs); None: unknown."""
-        self.first_runs = FirstRuns(streams.device)
+        self.reruns = RerunDiagnosis(streams.device)
         self.precision = precision(self)
         self.replays: LayerReplays | None = None
         """Replays of the layers, if these are recomputed one by one."""
