@@ -161,10 +161,10 @@ def pipeline(schedule: cf.Schedule, worker: int, *, barrier: bool) -> cf.Pipelin
         digest_every=0,
         barrier=barrier,
     )
-    made._witness._other_calls = ""  # the workers that it compares are not there
+    made._engine.witness._other_calls = ""  # the workers that it compares are not there
     alone.units = {
         task.envelope.number: (len(task.envelope.of), not task.envelope.gradient)
-        for tasks in made._run.lists
+        for tasks in made._engine.runner.lists
         for task in tasks
         if isinstance(task, SendTask | ReceiveTask)
     }
@@ -271,7 +271,7 @@ def cost(
             for _ in range(3):
                 step()
         made.transport.new_buffers = False
-        lists = [list(tasks) for tasks in made._run.lists]
+        lists = [list(tasks) for tasks in made._engine.runner.lists]
         for task in (task for tasks in lists for task in tasks):
             task.run = clock.around(task.run, kind_of(task.action))
         tasks = lists[0]
@@ -311,7 +311,7 @@ def profiled(schedule: cf.Schedule, repeats: int, rest_seconds: float, *, barrie
     made.transport.new_buffers = False
     if rest_seconds:
         clock = Clock(rest_seconds)
-        for task in (task for tasks in made._run.lists for task in tasks):
+        for task in (task for tasks in made._engine.runner.lists for task in tasks):
             task.run = clock.around(task.run, "")
     profile = cProfile.Profile(time.thread_time)
     profile.enable()

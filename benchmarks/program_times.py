@@ -169,10 +169,10 @@ class Worker:
         # Threads share torch's random state and take turns for it; nothing is drawn here.
         self.pipeline.streams.shared = False
         self.step_number = 0
-        handlers = self.pipeline._run._handlers
+        handlers = self.pipeline._engine.runner._handlers
         self._start, self._wait = handlers[StartSync], handlers[WaitSync]
         handlers |= {StartSync: self.start_sync, WaitSync: self.wait_sync}
-        self.pipeline._run._lists.clear()  # what was prepared with the others
+        self.pipeline._engine.runner._lists.clear()  # what was prepared with the others
 
     def _members(self, sync: StartSync) -> list[tuple[int, int]]:
         replicas = range(self.pipeline.replicas)

@@ -50,7 +50,7 @@ from user_runs import Case, Record, run_plain, run_staged
 
 import counterflow as cf
 from counterflow.schedule.registry import schedule_of
-from counterflow.verification.reference import parts_of
+from counterflow.verification.reference_parts import parts_of
 
 TIMEOUT_SECONDS = 60.0
 """How long a worker waits for another."""

@@ -38,7 +38,7 @@ from counterflow.runtime.messages.values import Unit
 from counterflow.runtime.mini_batch.samples import split_points
 from counterflow.schedule import registry
 from counterflow.schedule.registry import schedule_of
-from counterflow.verification.reference import parts_of
+from counterflow.verification.reference_parts import parts_of
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from torch import nn
 
 import counterflow as cf
 from counterflow.execution import Flat
-from counterflow.runtime.pipeline import PARAMETERS, SETTABLE
+from counterflow.runtime.pipeline import PARAMETERS
+from counterflow.runtime.settable import SETTABLE
 
 X = torch.ones(4, 2)
 

@@ -7,7 +7,7 @@ import pytest
 from counterflow.schedule import schemes
 from counterflow.schedule.registry import build
 from counterflow.simulation import Costs, simulate
-from counterflow.simulation.timed_schedule import timed
+from counterflow.simulation.timed_cache import timed
 
 
 def test_of_a_small_case() -> None:

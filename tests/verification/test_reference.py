@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import counterflow as cf
 from counterflow.errors import ConfigError
 from counterflow.schedule import schemes
-from counterflow.verification.reference import Reference, Staleness, parts_of
+from counterflow.verification.reference import Reference, Staleness
+from counterflow.verification.reference_parts import parts_of
 from counterflow.verification.training_agreement import one_process
 
 D = torch.float64

@@ -9,7 +9,7 @@ from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
 from counterflow.simulation import Costs, Simulation, simulate
 from counterflow.simulation.memory import Changes
-from counterflow.simulation.timed_schedule import timed
+from counterflow.simulation.timed_cache import timed
 
 from .inputs.model import Model
 

@@ -6,66 +6,38 @@ and the end of a step (samples, shapes, loss, norm) take one small gather each.
 
 from __future__ import annotations
 
-import difflib
 import inspect
-import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Never, Self, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from counterflow.errors import ConfigError
 from counterflow.execution import Batching, Execution, Flat, records
-from counterflow.program.runnable import refuse_what_cannot_run
 from counterflow.schedule.ir import Schedule
-from counterflow.schedule.recompute_ops import as_recomputed
 from counterflow.schedule.registry import schedule_of
 
-from .assembly.defaults import captured_layers, transport_of
-from .assembly.local_stages import local_stages, refuse_embeddings
-from .assembly.partition import PartitionedModel, partition_model
-from .assembly.recordings import Recordings
-from .assembly.runners import batches_of, runners_of
-from .assembly.weights import weights_of
-from .call_guard import CallGuard, TransportUser
-from .cut_probe import CutProbe
-from .drain import Drain
+from .assembly.arguments import Arguments
+from .assembly.partition import PartitionedModel
+from .engine import build_engine
 from .execution.evaluation import PendingEvaluation
-from .execution.step import Evaluation, Step, Workers, replica_and_worker
+from .execution.step import Evaluation, Step
 from .generation import Sampling
-from .inference import Inference
-from .inspection import Inspection, Timelines
-from .intake import Intake
-from .mesh.parallel import Parallelize, further_mesh, refuse_sharded
-from .mesh.rank_mesh import WORKER, Mesh, rank_mesh
-from .mesh.weight_table import WeightTable, weight_table
-from .messages.compression import Compression
+from .mesh.parallel import Parallelize
+from .mesh.rank_mesh import Mesh
 from .mini_batch.losses import LossFunction
 from .mini_batch.step_report import CallKind
-from .mini_batch.user_batch import UserBatch
-from .parameters.compressed_sums import SumCompression, refuse_uncompressed
-from .parameters.loss_scale import LossScale
 from .parameters.optimizers import MakeOptimizer, MakeScheduler
-from .parameters.sharded_updates import refuse_unsharded
-from .stages.compiled import CompiledLayers
-from .stages.listing import Listing
-from .stages.randomness import RandomStreams
-from .state_dicts import StateDicts
+from .pipeline_properties import PipelineProperties
+from .pipeline_states import PipelineStates
+from .settable import refuse_setting
 from .transport.base import Transport
 from .transport.worker_watch import raises_worker_error
-from .witness.witness import Witness
-from .workers.arguments import check_same_arguments
-from .workers.lease import Lease, open_lease
-from .workers.source_descriptions import loss_details, model_details, versions
 
 
-class Pipeline:
+class Pipeline(PipelineStates, PipelineProperties):
     """Trains a model in pipeline stages, as a schedule says.
 
     Made on every worker with the same arguments: under torchrun or Slurm, or in a function that
@@ -139,154 +111,33 @@ class Pipeline:
         **options: Unpack[Flat],
     ) -> None:
         execution, batching = records(execution, batching, options, PARAMETERS)
-        self.execution, self.batching = execution, batching
-        schedule = schedule_of(schedule, {})
-        if example is not None:
-            list_layers, costs = captured_layers(
-                model, example, list_layers, costs, self.batching, stages=schedule.stages
-            )
-        refuse_what_cannot_run(schedule)
-        refuse_unsharded(execution, schedule, parallelized=parallelize is not None)
-        refuse_uncompressed(execution, schedule, parallelized=parallelize is not None)
-        self.transport = transport = transport_of(transport, device, execution.timeout_seconds, schedule)
-        self.device = transport.device
-        refuse_sharded(model)
-        further = further_mesh(mesh, parallelize, transport)
-        self._further_dims = further.mesh_dim_names if further is not None else ()
-        ranks = rank_mesh(transport.rank, transport.world_size, schedule, mesh)
-        self.worker = ranks.coordinates(transport.rank)[WORKER]
-        self.streams = RandomStreams(
-            execution.seed,
-            self.device,
-            shared=transport.shares_process,
-            timeout_seconds=transport.timeout_seconds,
-        )
-        its = partition_model(model, loss_function, schedule, list_layers, cuts=cuts, costs=costs)
-        self.cuts = its.cuts
-        check_same_arguments(
-            transport,
-            its.schedule,
-            {"model": model_details(model), "loss function": loss_details(loss_function)},
-            **versions(),
-            layers=its.layer_count,
-            cuts=its.cuts,
-            parallelize=parallelize is not None,
-            **execution.agreed(),
-            **batching.agreed(),
-        )
-        its = replace(its, schedule=as_recomputed(its.schedule, execution.recompute))
-        self._model, self.schedule = its, its.schedule
-        self._held = held = local_stages(
-            its,
+        arguments = Arguments(
             model,
             loss_function,
+            schedule_of(schedule, {}),
             execution,
-            self.streams,
-            batching=batching,
-            mesh=ranks,
-            transport=transport,
-            parallelize=parallelize,
-            further=further,
-        )
-        self.stages, self.loss_function = held.stages, held.loss_function
-        self.dims = held.dims
-        self.ranks: tuple[tuple[int, ...], ...] = self.dims.replica_ranks(transport.rank)
-        self.replicas: int = len(self.ranks)
-        self.replica: int = replica_and_worker(self.ranks, transport.rank)[0]
-        refuse_embeddings(its, execution, self.replicas)
-        self._lease: Lease[TransportUser] = open_lease(transport, self)
-        name = execution.gradient_compression
-        self.gradient_compression = None if name is None else SumCompression(name)
-        self.weights = weights_of(
-            held.stages,
-            names=its.names,
-            aliases=its.aliases,
-            extra_state=its.extra_state,
-            holders=its.holders,
-            dims=held.dims,
-            transport=transport,
+            batching,
             optimizer=optimizer,
             scheduler=scheduler,
-            streams=self.streams,
-            sharded=execution.zero_stage > 0,
-            compression=self.gradient_compression,
-            loss_scale=LossScale.of(execution),
-        )
-        held.compile(execution.compile, self.streams)
-        self.compression = Compression(self.device) if execution.compress else None
-        workers = Workers(self.ranks, self.replica, self.worker, transport)
-        self._run, self._evaluation = runners_of(
-            its, held, execution, workers=workers, weights=self.weights, compression=self.compression
-        )
-        self._guard = CallGuard(self.worker, transport, self._run, self._lease)
-        self._lease.groups = self.weights.groups
-        transport.connect(self._run.peers | self._evaluation.peers, self.weights.groups)
-        held.leave_others(its, self.ranks[self.replica])
-        recordings = Recordings.of(its, held, transport)
-        self._batches = batches_of(its, held, execution, batching, dims=self.dims, workers=workers)
-        self._witness = Witness(
-            model,
-            its.layers,
-            its.schedule,
-            held.stages,
-            workers,
-            streams=self.streams,
-            loss_function=held.loss_function,
-            execution=execution,
-            sharded=bool(self.dims.further),
-        )
-        self._drain = Drain(
-            self._guard,
-            self._run,
-            self._evaluation,
-            batches=self._batches,
-            weights=self.weights,
-            owned=held.owned,
-            streams=self.streams,
-            compares=execution.digest_every > 0,
-        )
-        self._intake = Intake(
-            self._guard,
-            its,
-            Listing(model, list_layers),
-            recordings,
-            batches=self._batches,
-            runner=self._run,
-            drain=self._drain,
-            cut_probe=CutProbe(self.schedule, workers, self._evaluation, self._batches.probe),
-        )
-        self._inference = Inference(
-            self._guard,
-            self._drain,
-            self._intake,
-            self._evaluation,
-            schedule=self.schedule,
-            batches=self._batches,
-            stages=held.stages,
-            last_holders=len(its.holders[-1]),
-            workers=workers,
-            owned=held.owned,
-            witness=self._witness,
-            output_dims=batching.output_dims,
-        )
-        self._state_dicts = StateDicts(
-            self._guard,
-            self._drain,
-            self.weights,
-            self.weights.state,
-            streams=self.streams,
+            list_layers=list_layers,
+            example=example,
+            cuts=cuts,
+            costs=costs,
+            mesh=mesh,
+            parallelize=parallelize,
             transport=transport,
-            order=its.order,
-            forget=self._batches.forget,
+            device=device,
         )
-        self._inspection = Inspection(
-            self._guard,
-            held.stages,
-            held.split,
-            interpreter=self._run.interpreter,
-            ranks=self.ranks,
-            transport=transport,
-        )
+        self._engine = engine = build_engine(arguments, self)
+        local, workers = engine.local, engine.workers
+        self.execution, self.batching = execution, batching
+        self.schedule, self.cuts = engine.model.schedule, engine.model.cuts
+        self.transport, self.device = workers.transport, workers.transport.device
+        self.ranks, self.replicas = workers.ranks, workers.replicas
+        self.replica, self.worker = workers.replica, workers.worker
+        self.stages, self.loss_function, self.dims = local.stages, local.loss_function, local.dims
+        self.weights, self.streams = engine.weights, engine.streams
+        self.compression, self.gradient_compression = engine.compression, engine.gradient_compression
         self._sealed = True
 
     def close(self) -> None:
@@ -295,16 +146,16 @@ class Pipeline:
         A pipeline that is dropped without it gives that back when the next one is made. Also a context
         manager: ``with cf.Pipeline(...) as pipeline: ...``. After a call that failed nothing is left to end.
         """
-        if not (self._lease.closed or self._guard.failed):
+        if not (self._engine.lease.closed or self._engine.guard.failed):
             self.flush()
-            with self._guard.reported():
-                self._guard.agree(CallKind.CLOSE)
-                self._lease.close()
+            with self._engine.guard.reported():
+                self._engine.guard.agree(CallKind.CLOSE)
+                self._engine.lease.close()
 
     def layer_in_use(self, model: PartitionedModel) -> str | None:
         """First layer of ``model`` whose earlier weights the mini-batches in flight need; None: no layer."""
-        busy = self._run.in_flight and not self.schedule.synchronous
-        return model.layer_in_common(self._model) if busy else None
+        busy = self._engine.runner.in_flight and not self.schedule.synchronous
+        return model.layer_in_common(self._engine.model) if busy else None
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set what a pipeline lets its user set: ``keeps_gradients`` and ``steps``.
@@ -313,7 +164,7 @@ class Pipeline:
             AttributeError: it is an option, which is given when the pipeline is made, or no attribute.
         """
         if self._sealed:
-            refuse_setting(self, name, value)
+            refuse_setting(self, name, value, PARAMETERS)
         super().__setattr__(name, value)
 
     def __reduce__(self) -> Never:
@@ -371,43 +222,8 @@ class Pipeline:
             WorkerError: a worker failed, or the loss or a gradient is not finite. The pipeline is closed
                 then, as after all errors but that one, and later calls repeat the error.
         """
-        began = time.perf_counter()
-
-        def given() -> UserBatch:
-            if outputs and not self.schedule.synchronous:
-                raise ConfigError(
-                    f"{self.schedule.scheme} ends a mini-batch in later steps, so that a step has no outputs "
-                    "of its own; call evaluate(outputs=True) or predict, or take a synchronous scheme"
-                )
-            self._run.refuse_no_update(update=update)
-            return self._batches.user_batch(inputs, targets, kwargs, micro_batches, samples)
-
-        with self._guard.reported():
-            with self._held.owned.used(), self.streams.step(), self._held.kept_buffers():
-                batch = self._intake.batch(given, CallKind.STEP if update else CallKind.KEEP, outputs=outputs)
-                self._witness.find_state(batch)
-                if self._witness.due(training=True):
-                    self._witness.begin(batch, in_flight=self._run.in_flight)
-                self._run.interpreter.saved.counting = self.steps < self.counted_steps
-                feeds = batch.feeds
-                told = self._run.step(batch, update=update)
-                for feed in feeds:
-                    feed.wait()
-                self._batches.remember(batch)
-                of_last = self._inference.outputs(batch) if outputs else None
-                self._witness.end(in_flight=self._run.in_flight)
-            seconds = time.perf_counter() - began
-            if told is None:
-                step = Step(self.steps, math.nan, math.nan, batch.total, seconds, None)
-            else:
-                step = told.step_of(self.steps, seconds)
-            if outputs:
-                step = replace(step, outputs=of_last)
-            self._inspection.log()
-            self.steps += 1
-            if batch.compared and not self._run.in_flight:  # else with what a later step gathers
-                self.weights.check_copies(f"after step {step.number}")
-        return step
+        user_batch = partial(self._engine.batches.user_batch, inputs, targets, kwargs, micro_batches, samples)
+        return self._engine.training.step(user_batch, update=update, outputs=outputs)
 
     def flush(self) -> list[Step]:
         """End what is in flight, so all weights are those after the last step; all workers call it.
@@ -421,21 +237,21 @@ class Pipeline:
         Raises:
             WorkerError: a worker failed, or a loss is not finite.
         """
-        return self._drain.flush()
+        return self._engine.drain.flush()
 
     @property
     def steps(self) -> int:
         """Number of steps that were made."""
-        return self._guard.steps
+        return self._engine.guard.steps
 
     @steps.setter
     def steps(self, steps: int) -> None:
-        self._guard.steps = steps
+        self._engine.guard.steps = steps
 
     @property
     def in_flight(self) -> bool:
         """True if a ``flush`` would have something to do."""
-        return self._drain.in_flight
+        return self._engine.drain.in_flight
 
     def settle(self, call: str) -> None:
         """Flush what is in flight, for ``call``; ``flush`` returns the steps later. All workers call it.
@@ -443,7 +259,7 @@ class Pipeline:
         Raises:
             ConfigError: gradients wait for an update.
         """
-        self._state_dicts.settle(call)
+        self._engine.state_dicts.settle(call)
 
     # -- forwards alone
 
@@ -461,8 +277,8 @@ class Pipeline:
 
         The pipeline is flushed first. Arguments and errors are those of ``step``.
         """
-        user_batch = partial(self._batches.user_batch, inputs, targets, kwargs, micro_batches, samples)
-        return self._inference.evaluate(user_batch, outputs=outputs)
+        user_batch = partial(self._engine.batches.user_batch, inputs, targets, kwargs, micro_batches, samples)
+        return self._engine.inference.evaluate(user_batch, outputs=outputs)
 
     def start_evaluation(
         self,
@@ -480,8 +296,8 @@ class Pipeline:
         as workers learn the names of its metrics. All workers call it; arguments and errors are those of
         ``step``.
         """
-        return self._inference.start_evaluation(
-            partial(self._batches.user_batch, inputs, targets, kwargs, micro_batches, samples)
+        return self._engine.inference.start_evaluation(
+            partial(self._engine.batches.user_batch, inputs, targets, kwargs, micro_batches, samples)
         )
 
     def predict(self, inputs: Any = None, *, kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -498,7 +314,7 @@ class Pipeline:
             ConfigError: the inputs are missing or cannot be cut, or the outputs cannot be put together.
             WorkerError: a worker failed.
         """
-        return self._inference.predict(inputs, kwargs)
+        return self._engine.inference.predict(inputs, kwargs)
 
     def generate(
         self,
@@ -534,272 +350,8 @@ class Pipeline:
             WorkerError: a worker failed.
         """
         sampling = Sampling(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, end=end)
-        return self._inference.generate(prompt, sampling)
-
-    # -- states
-
-    def ema(self, decay: float) -> None:
-        """Keep an exponential moving average of the trained weights from here on; all workers call it.
-
-        After each update of a stage its average becomes ``decay`` times itself and ``1 - decay`` times the
-        new weights, and at the first one the weights, as ``torch.optim.swa_utils.AveragedModel`` with
-        ``get_ema_multi_avg_fn(decay)`` does. A skipped update, or a step without one, leaves it as it is.
-        It takes the memory of the weights once more, in float32 where they are of lower precision; with
-        ``zero_stage`` 1 it is with the optimiser's state. Frozen weights and buffers are the model's own.
-
-        ``averaged``, ``model_state_dict(ema=True)`` and ``stream_weights(ema=True)`` return it. States,
-        checkpoints and copies in memory contain it: call ``ema`` before they are loaded.
-        ``load_model_state_dict`` restarts it.
-
-        Args:
-            decay: from 0 to less than 1, the same on all workers.
-
-        Raises:
-            ConfigError: there is no such decay, workers give others, or gradients wait for an update.
-        """
-        self._state_dicts.start_ema(decay)
-
-    def averaged(self) -> AbstractContextManager[None]:
-        """Within this context ``evaluate`` and ``predict`` are those of the average; all workers enter it.
-
-        Flushes first what is in flight. This worker's weights are kept once more meanwhile.
-
-        Raises:
-            ConfigError: there is no average, or the context is entered twice.
-        """
-        return self._state_dicts.averaged()
-
-    def model_state_dict(
-        self, *, rank: int | None = None, local: bool = False, ema: bool = False
-    ) -> dict[str, Any]:
-        """The model's parameters, buffers and extra state by its own names, on the CPU; all workers call it.
-
-        Work in flight is flushed first. Tensors are sent one by one from their holders to the workers that
-        receive the model. If the whole model is too large for any worker, let each return its own part
-        (``local=True``), or let one receive it tensor by tensor (``stream_weights``).
-
-        Args:
-            rank: the only rank that receives the model; the others get an empty dict. None: all receive it.
-            local: whether to return only this worker's part, without communication.
-            ema: whether trained weights are their averages, in the weights' precision.
-
-        Raises:
-            ConfigError: the rank or the average does not exist.
-            WorkerError: the copies of a stage differ.
-        """
-        return self._state_dicts.model(rank=rank, local=local, ema=ema)
-
-    def stream_weights(self, rank: int = 0, *, ema: bool = False) -> Iterator[tuple[str, Any]]:
-        """What ``model_state_dict`` has, name by name on one rank, which has one tensor at a time in memory.
-
-        All workers call it. On ``rank`` it gives names with their values, and all are taken before the next
-        call of the pipeline: who stops in the midst (``break``) takes the rest unseen. On the other ranks it
-        sends what they hold, gives nothing, and returns when ``rank`` has taken all; they wait for the next
-        tensor to be taken as long as for anything else (``timeout_seconds``).
-
-        Args:
-            rank: who gets it.
-            ema: whether trained weights are their averages, in the weights' precision.
-
-        Raises:
-            ConfigError: there is no such rank, or no average.
-            WorkerError: the copies of a stage differ, or ``rank`` takes nothing for too long.
-        """
-        return self._state_dicts.stream(rank, ema=ema)
-
-    def load_model_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load this worker's weights from a whole model's state, or from any part that has all it holds.
-
-        Raises:
-            ConfigError: a name is missing, or a shape differs.
-        """
-        self._state_dicts.load_model(state)
-
-    def state_dict(self, *, rank: int | None = None, local: bool = False) -> dict[str, Any]:
-        """Everything that a training resumes from, on the CPU; all workers call it.
-
-        The pipeline is flushed first. Another pipeline of the same model and optimiser loads the state under
-        any schedule; a learning-rate scheduler needs the same number of stages. With ``load_state_dict``
-        this is the ``Stateful`` of ``torch.distributed.checkpoint``:
-        ``dcp.save({"pipeline": pipeline})`` writes it, ``dcp.load`` reads it into a new pipeline.
-
-        Args:
-            rank: the only one that gets it; the others get an empty dict. None: all get it.
-            local: only what this worker holds, without asking the others; with ``zero_stage`` 1, of the
-                optimisers what it updates.
-
-        Returns:
-            ``model`` as ``model_state_dict`` returns it; in ``optimizer``, by parameter's name, a
-            ``ParameterState``: what the optimiser keeps of it and the options of its group; in ``scheduler``,
-            by stage (as text), its state; ``step`` and ``seed``, from which all random draws come. If losses
-            are scaled, ``loss_scale`` has the scale and the updates since it changed, by stage, for which it
-            is the same.
-
-        Raises:
-            ConfigError: gradients wait for an update, ``local`` while mini-batches are in flight, or there is
-                no such rank.
-            WorkerError: the copies of a stage differ.
-        """
-        return self._state_dicts.training(rank=rank, local=local)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state that ``state_dict`` returned, or from any part that has all this worker holds.
-
-        Raises:
-            ConfigError: a name is missing, or something does not fit; or gradients wait for an update.
-        """
-        self._state_dicts.load_training(state)
-
-    def set_trainable(self, chosen: Callable[[str], bool]) -> None:
-        """Freeze and unfreeze parameters from the next step on; all workers call it alike.
-
-        Flushes first what is in flight.
-
-        Args:
-            chosen: a parameter's name in the model to whether it is trained.
-
-        Raises:
-            ConfigError: gradients wait for an update; or workers that hold a parameter choose differently,
-                and then nothing is changed.
-        """
-        self._state_dicts.set_trainable(chosen)
-
-    # -- what the run shows
-
-    def traced(self) -> AbstractContextManager[Callable[[], Timelines]]:
-        """Time all ops of the steps in a ``with`` block, not only those of the last step.
-
-        Steps of an asynchronous scheme, or without a barrier, overlap: a trace has several of them whole.
-
-        Yields:
-            The method ``timeline``, which all workers call in the block.
-
-        Examples:
-            with pipeline.traced() as timeline:
-                for inputs, targets in batches:
-                    pipeline.step(inputs, targets)
-                ops_by_worker = timeline()
-        """
-        return self._inspection.traced()
-
-    def timeline(self, replica: int = 0) -> Timelines:
-        """The ops of the last step, or of a trace so far, by worker of a replica; all workers call it.
-
-        Args:
-            replica: whose; each worker may ask for another one.
-
-        Returns:
-            By worker the ops in their order, with start and end in seconds. Asynchronous schemes count
-            micro-batches and versions from the last flush, synchronous ones in each step from 0.
-        """
-        return self._inspection.timeline(replica)
-
-    @property
-    def warm_up_steps(self) -> int:
-        """Steps from an empty pipeline until all steps are alike; 0 in synchronous schemes."""
-        return self._run.warm_up_steps
-
-    @property
-    def loss_scale(self) -> float | None:
-        """What the losses of the next step are multiplied by, on every worker; None: they are not scaled."""
-        scaling = self.weights.loss_scale
-        return None if scaling is None else scaling.scale
-
-    @property
-    def counted_steps(self) -> int:
-        """First steps in which bytes are counted: as asked for, and those until all periods are alike."""
-        return self.execution.count_memory_steps + self._run.warm_up_steps
-
-    @property
-    def peak_saved_bytes(self) -> int:
-        """Most bytes that autograd kept for backward on this worker at once, in the steps counted."""
-        return self._run.interpreter.saved.peak
-
-    def explain(self) -> WeightTable:
-        """Table of the model's weights, equal on all workers; printing it gives its text.
-
-        For each group of weights: the ranks that hold them, whether these hold the same, shards or other
-        experts, over which ranks gradients are summed and by whom, and whose part counts in the norm.
-        """
-        return weight_table(self.dims, self._further_dims, self._model.names, self._model.holders)
-
-    @property
-    def peak_versions(self) -> dict[int, int]:
-        """The most versions of its weights that were held at once, for each stage of this worker."""
-        return {s: c.versions.peak if c.versions is not None else 1 for s, c in self.stages.items()}
-
-    @property
-    def unsplit(self) -> tuple[int, ...]:
-        """The stages of this worker whose backward the schedule splits and that cannot be split.
-
-        Known after their first backward. Their weights' gradients are made with the input gradient: they run
-        in custom functions (compiled layers, reentrant checkpoints), are used several times, or are vectors.
-        """
-        return self._inspection.unsplit
-
-    @property
-    def compiled(self) -> dict[int, tuple[CompiledLayers, ...]]:
-        """What is compiled as one function in training, by stage of this worker; empty without ``compile``.
-
-        Consecutive layers are one function where nothing is around each of them. Each one that is alone says
-        why (``alone``): it draws random numbers, has skips, is computed again by itself, or its stage's
-        backward is split. ``graphs`` is 1 where torch's compiler breaks nothing. Known after the first step.
-        """
-        return self._inspection.compiled
-
-    @property
-    def optimizers(self) -> Mapping[int, Optimizer]:
-        """Optimisers of this worker's stages with trainable weights, by stage."""
-        return self.weights.optimizers
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """True if ``gradients`` are kept."""
-        return self.weights.keeps_gradients
-
-    @keeps_gradients.setter
-    def keeps_gradients(self, keeps: bool) -> None:
-        self.weights.keeps_gradients = keeps
-
-    @property
-    def gradients(self) -> dict[str, Tensor]:
-        """With ``keeps_gradients``: this worker's gradients of the last update, summed, divided and clipped.
-
-        By name, in the parameters' dtypes; a snapshot, which later steps leave as it is.
-        """
-        return dict(self.weights.kept_gradients)
+        return self._engine.inference.generate(prompt, sampling)
 
 
 PARAMETERS = (*inspect.signature(Pipeline).parameters,)
 """What ``Pipeline`` is given beside options."""
-
-SETTABLE = frozenset({"keeps_gradients", "steps"})
-"""Attributes that a user may set."""
-
-
-def refuse_setting(pipeline: Pipeline, name: str, value: object) -> None:
-    """Refuse to set an attribute of a pipeline that would change nothing.
-
-    Names that begin with an underscore are the engine's own, methods may be wrapped, and a class derived from
-    ``Pipeline`` may have further attributes.
-
-    Raises:
-        AttributeError: the attribute is one of those.
-    """
-    of_class = getattr(type(pipeline), name, None)
-    if name in SETTABLE or name.startswith("_") or (callable(of_class) and callable(value)):
-        return
-    options = dict.fromkeys([*Flat.__annotations__, *PARAMETERS])
-    if name in options and name != "options":
-        raise AttributeError(
-            f"{name} is an option of a pipeline that is made, and setting it would change nothing; give it "
-            f"to cf.Pipeline(..., {name}=...)"
-        )
-    if of_class is not None or name in vars(pipeline):
-        raise AttributeError(f"{name} of a pipeline follows from how it was made, and cannot be set")
-    if type(pipeline) is Pipeline:
-        near = difflib.get_close_matches(name, [*options, *SETTABLE], n=1)
-        raise AttributeError(
-            f"a pipeline has no attribute {name!r} to set{f'; did you mean {near[0]!r}?' if near else '.'} "
-            f"Only {' and '.join(sorted(SETTABLE))} are set, and options are given to cf.Pipeline(...)"
-        )

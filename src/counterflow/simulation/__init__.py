@@ -19,7 +19,7 @@ from .op_costs import OpCosts, Piece
 from .program_times import play_program
 from .result import Bubbles, Cause, Gap, MessageSpan, Simulation, Span, SyncSpan
 from .slice_lengths import balanced_slices
-from .timed_schedule import timed
+from .timed_cache import timed
 
 __all__ = [
     "Bubbles",

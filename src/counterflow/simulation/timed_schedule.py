@@ -1,8 +1,8 @@
 """A schedule prepared for timing: its lists as arrays, and where costs are filled in.
 
-It is cached for the last few schedules, so trying many costs only fills in numbers. Ops and messages are
-played by the player (``program/player.py``). The gradient syncs of a synchronous schedule follow them
-(``sync_times.py``); those of an asynchronous one are played with them, as later ops wait for them.
+Trying many costs on a schedule only fills in numbers. Ops and messages are played by the player
+(``program/player.py``). The gradient syncs of a synchronous schedule follow them (``sync_times.py``); those
+of an asynchronous one are played with them, as later ops wait for them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from functools import cached_property, partial
 from itertools import count, starmap
 from operator import add
-from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,13 +39,6 @@ from .memory import Changes
 from .op_costs import Piece, per_stage
 from .sync_times import sync_times
 from .travel import travel_seconds
-
-KEPT_MODELS = 8
-"""Number of models cached, so trying many costs on a few schedules builds each model once."""
-
-_models: list[TimedSchedule] = []
-_models_lock = Lock()
-"""Held while that list is read or changed, because threads may simulate at the same time."""
 
 
 class Played(NamedTuple):
@@ -448,17 +440,3 @@ class TimedSchedule:
     def gradient_syncs(self) -> tuple[GradientSync, ...]:
         """The syncs of every stage and period."""
         return gradient_syncs(self.schedule)
-
-
-def timed(schedule: Schedule) -> TimedSchedule:
-    """The schedule's model; those of the last few schedules are cached."""
-    with _models_lock:
-        for place, model in enumerate(_models):
-            if model.schedule is schedule:
-                _models.append(_models.pop(place))
-                return model
-    model = TimedSchedule(schedule)
-    with _models_lock:
-        _models.append(model)
-        del _models[:-KEPT_MODELS]
-    return model

@@ -32,7 +32,8 @@ from counterflow.schedule.ir import Schedule, Workload
 from counterflow.schedule.modes import Recompute
 from counterflow.simulation import ByteCosts, Cause, Costs, OpCosts, Piece, Simulation, Span, simulate
 from counterflow.simulation.op_costs import MOST_COST
-from counterflow.simulation.timed_schedule import Played, timed
+from counterflow.simulation.timed_cache import timed
+from counterflow.simulation.timed_schedule import Played
 
 if TYPE_CHECKING:
     from counterflow.measure.stages.stage_record import StageCost

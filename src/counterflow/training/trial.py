@@ -21,7 +21,7 @@ from counterflow.program.checker import checked_program
 from counterflow.program.segments import segments
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Sync
-from counterflow.verification.reference import parts_of
+from counterflow.verification.reference_parts import parts_of
 from counterflow.verification.training_agreement import TrainingAgreement, TrainingResult, one_process, verify
 
 CLIP_NORM = 0.5

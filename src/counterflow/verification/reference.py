@@ -5,19 +5,16 @@ another, without workers or orders. For an asynchronous scheme it stores old wei
 with the version that the scheme's table states for the period.
 
 It is written in plain torch, so an error of the engine is not in both sides of a comparison. Of the engine it
-imports how a loss is read. Seeds of random streams and names of parameters are part of what is compared, so
-their rules are written down here once more.
+imports how a loss is read.
 """
 
 from __future__ import annotations
 
-import copy
-import hashlib
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -28,17 +25,16 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
 from counterflow.api.aux_loss import added_losses
-from counterflow.common.tensors.torch_private import hook_tables, hooks_of, is_loss
+from counterflow.common.tensors.torch_private import hook_tables, hooks_of
 from counterflow.errors import ConfigError
 from counterflow.runtime.mini_batch.losses import LossFunction, LossOutput, read_loss
 from counterflow.runtime.mini_batch.mean_losses import MeanLossDetector
 from counterflow.schedule import registry
 from counterflow.schedule.ir import Schedule
 
-_LOSS = -1
-"""Number of a loss function among the layers."""
-
-_BITS = 2**64 - 1
+from .reference_layers import LOSS, copied_layers, loss_layer, named_layers, placed_layers
+from .reference_parts import MicroBatchPart, run_parts, samples_in
+from .reference_seeds import RandomSeeds
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +69,6 @@ class Staleness:
         return cls(tuple(cuts), rule)
 
 
-def parts_of(schedule: Schedule) -> tuple[int, ...]:
-    """The number of parts in which a schedule's backwards run each micro-batch.
-
-    >>> from counterflow.schedule import schemes
-    >>> parts_of(schemes.chimera(2, 2, concat="backward-halving"))
-    (2, 2)
-    """
-    parts = [1] * schedule.micro_batches
-    if schedule.workload.slices > 1:  # one process runs the whole sequence
-        return tuple(parts)
-    for op in schedule.ops():
-        if not op.kind.whole:
-            parts[op.micro_batches[0] % schedule.micro_batches] = op.parts
-    return tuple(parts)
-
-
 class ReferenceStep(NamedTuple):
     """Result of a step.
 
@@ -115,86 +95,6 @@ class NamedParameters(list[nn.Parameter]):
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         self.named = list(named)
         super().__init__(parameter for _, parameter in self.named)
-
-
-@dataclass(frozen=True, slots=True)
-class ReferenceLayer:
-    """A layer of the model, or a loss function that has weights or buffers.
-
-    Attributes:
-        index: number of the layer; -1: the loss function.
-        names: names in the model's state by the layer's own.
-        module: the layer.
-    """
-
-    index: int
-    names: Mapping[str, str]
-    module: nn.Module
-
-    def state(self) -> dict[str, Any]:
-        """State of the layer by the model's names."""
-        state = self.module.state_dict()
-        return {self.names[name]: value for name, value in state.items() if name in self.names}
-
-
-class _MicroBatchPart(NamedTuple):
-    """Part of a micro-batch that runs at once: its samples ``start`` to ``stop`` of ``samples``."""
-
-    micro_batch: int
-    samples: int
-    start: int
-    stop: int
-    inputs: Any
-    targets: Any
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
-
-
-class RandomSeeds:
-    """Seeds of the random draws of each layer, by step, micro-batch and part.
-
-    Args:
-        seed: seed of the run.
-        device: device of the layers.
-    """
-
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self._seed, self._device = seed, device
-
-    def restored(self) -> Any:
-        """Context after which the user's random state is as before."""
-        device = self._device
-        if device.type != "cuda":
-            return torch.random.fork_rng(devices=[])
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return torch.random.fork_rng(devices=[index])
-
-    def seed_weights(self, layer: int) -> None:
-        """Seed the initialisation of a layer."""
-        self._apply(_digest(self._seed, "weights", layer))
-
-    def seed_layer(self, layer: int, step: int, part: _MicroBatchPart) -> None:
-        """Seed a layer's forward (SplitMix64 of a base of the step)."""
-        base = _digest(self._seed, step)
-        mixed = base + part.micro_batch * 0x9E3779B97F4A7C15 + layer * 0xD1342543DE82EF95
-        mixed += (part.start << 32 | part.samples - part.stop) * 0xD6E8FEB86659FD93
-        mixed &= _BITS
-        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _BITS
-        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _BITS
-        self._apply(mixed >> 12)
-
-    def _apply(self, seed: int) -> None:
-        torch.default_generator.manual_seed(seed)
-        if self._device.type == "cuda":
-            with torch.cuda.device(self._device):
-                torch.cuda.manual_seed(seed)
-
-
-def _digest(*parts: object) -> int:
-    text = "\x1f".join(map(str, parts)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 12
 
 
 class Reference:
@@ -237,8 +137,10 @@ class Reference:
         self.device = torch.device(device)
         self.seeds = RandomSeeds(seed, self.device)
         self._means = MeanLossDetector()
-        loss = _loss_layer(loss_function)
-        self.with_weights = _placed(_copied([*_named(layers), *loss]), self.device, self.seeds)
+        loss = loss_layer(loss_function)
+        self.with_weights = placed_layers(
+            copied_layers([*named_layers(layers), *loss]), self.device, self.seeds
+        )
         self.layers = self.with_weights[: len(layers)]
         self.loss_function = self.with_weights[-1].module if loss else loss_function
         self.parts = parts
@@ -272,11 +174,11 @@ class Reference:
 
     def step(self, batches: Sequence[tuple[Any, Any]]) -> ReferenceStep:
         """Train on the mini-batches (inputs, targets) of all replicas."""
-        total = sum(_size(inputs) for inputs, _ in batches)
+        total = sum(samples_in(inputs) for inputs, _ in batches)
         losses, weights = [], []
         self._use_old_weights()
         with self.seeds.restored():
-            for part in _parts(batches, self.parts):
+            for part in run_parts(batches, self.parts):
                 output = self._loss(part, seeded=True)
                 loss = output.loss * (part.size / total if output.weight is None else 1 / total)
                 (loss if self._scaler is None else self._scaler.scale(loss)).backward()
@@ -391,10 +293,10 @@ class Reference:
 
     def evaluate(self, batches: Sequence[tuple[Any, Any]]) -> float:
         """The mean loss, without gradients."""
-        total = sum(_size(inputs) for inputs, _ in batches)
+        total = sum(samples_in(inputs) for inputs, _ in batches)
         losses, weights = [], []
         with torch.no_grad(), _evaluating([layer.module for layer in self.with_weights]):
-            for part in _parts(batches, (1,) * len(self.parts)):
+            for part in run_parts(batches, (1,) * len(self.parts)):
                 output = self._loss(part, seeded=False)
                 losses.append(float(output.loss) * (part.size / total if output.weight is None else 1.0))
                 weights += [] if output.weight is None else [float(output.weight)]
@@ -408,7 +310,7 @@ class Reference:
             for name, value in layer.state().items()
         }
 
-    def _loss(self, part: _MicroBatchPart, *, seeded: bool) -> LossOutput:
+    def _loss(self, part: MicroBatchPart, *, seeded: bool) -> LossOutput:
         inputs, targets = pytree.tree_map_only(Tensor, self._on_device, (part.inputs, part.targets))
         with torch.autocast(self.device.type, self._autocast, enabled=self._autocast is not None):
             return self._loss_within(inputs, targets, part, seeded=seeded)
@@ -416,7 +318,7 @@ class Reference:
     def _on_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device)
 
-    def _loss_within(self, inputs: Any, targets: Any, part: _MicroBatchPart, *, seeded: bool) -> LossOutput:
+    def _loss_within(self, inputs: Any, targets: Any, part: MicroBatchPart, *, seeded: bool) -> LossOutput:
         lower, value = self._compute_dtype, inputs
         if lower is not None:
             value = pytree.tree_map_only(Tensor, lambda tensor: _cast(tensor, lower), value)
@@ -428,131 +330,13 @@ class Reference:
             if lower is not None:
                 value = pytree.tree_map_only(Tensor, Tensor.float, value)
             if seeded:
-                self.seeds.seed_layer(_LOSS, self.steps, part)
+                self.seeds.seed_layer(LOSS, self.steps, part)
             with self._means.watching():
                 output = self.loss_function(value, targets)
         if self.staleness is None:
             return self._means.read(output, part.size).with_added(terms)
         loss = read_loss(output)
         return (loss if loss.weight is None else LossOutput(loss.loss / loss.weight)).with_added(terms)
-
-
-def _named(layers: nn.Sequential | Sequence[nn.Module]) -> Iterator[ReferenceLayer]:
-    prefixes = [str(index) for index in range(len(layers))]
-    if isinstance(layers, nn.Sequential):
-        names = [name for name, _ in layers.named_modules(remove_duplicate=False)]
-        prefixes = [name for name in names if name and "." not in name]
-    for index, (layer, prefix) in enumerate(zip(layers, prefixes, strict=True)):
-        names = [*layer.state_dict(), *(name for name, _ in layer.named_parameters(remove_duplicate=False))]
-        yield ReferenceLayer(index, {name: f"{prefix}.{name}" for name in names}, layer)
-
-
-def _loss_layer(loss_function: object) -> list[ReferenceLayer]:
-    """A loss function that is a module with weights or buffers; those of torch's own losses are no state."""
-    if not isinstance(loss_function, nn.Module):
-        return []
-    constants = {
-        f"{place}.{name}" if place else name
-        for place, module in loss_function.named_modules()
-        if is_loss(module)
-        for name, _ in module.named_buffers(recurse=False)
-    }
-    names = {n: f"loss_function.{n}" for n in loss_function.state_dict() if n not in constants}
-    has_any = names or next(loss_function.buffers(), None) is not None
-    return [ReferenceLayer(_LOSS, names, loss_function)] if has_any else []
-
-
-def _copied(layers: Sequence[ReferenceLayer]) -> list[ReferenceLayer]:
-    """Copies that share what the layers share, with hooks and attributes of parameters."""
-    memo: dict[int, Any] = {}
-    copies = []
-    for layer in layers:
-        for module in layer.module.modules():
-            for value in vars(module).values():
-                if isinstance(value, Tensor) and not value.is_leaf:  # weight norm's, say: computed anew
-                    memo[id(value)] = value.detach().clone()
-        parameters = [p for p in layer.module.parameters() if id(p) not in memo]
-        copies.append(replace(layer, module=copy.deepcopy(layer.module, memo)))
-        for parameter in parameters:
-            _attach(memo[id(parameter)], *copy.deepcopy((parameter.__dict__, *hooks_of(parameter)), memo))
-    return copies
-
-
-def _placed(
-    layers: Sequence[ReferenceLayer], device: torch.device, seeds: RandomSeeds
-) -> list[ReferenceLayer]:
-    """Layers on a device; weights on the meta device are initialised, each layer's from a seed of its own."""
-    replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-    for layer in layers:
-        module = layer.module
-        if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-            module.to(device)
-            continue
-        before = dict(module.named_parameters(remove_duplicate=False))
-        module.to_empty(device=device)
-        firsts: dict[int, nn.Parameter] = {}
-        for name, old in before.items():  # what is tied within the layer is initialised once
-            _set(module, name, firsts.setdefault(id(old), module.get_parameter(name)))
-        with seeds.restored():
-            seeds.seed_weights(layer.index)
-            make_weights = getattr(module, "make_weights", None)
-            if callable(make_weights):
-                make_weights()
-            for child in () if callable(make_weights) else module.modules():
-                reset = getattr(child, "reset_parameters", None)
-                if callable(reset):
-                    reset()
-        for name, old in before.items():
-            new = module.get_parameter(name)
-            if id(old) in replaced:
-                _set(module, name, replaced[id(old)][1])
-                continue
-            replaced[id(old)] = old, new
-            if new is not old:
-                _attach(new, old.__dict__, *hooks_of(old))
-    return list(layers)
-
-
-def _set(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    owner, _, leaf = name.rpartition(".")
-    setattr(module.get_submodule(owner), leaf, parameter)
-
-
-def _attach(
-    parameter: nn.Parameter, attributes: Mapping[str, Any], before: Sequence[Any], after: Sequence[Any]
-) -> None:
-    vars(parameter).update(attributes)
-    trains = parameter.requires_grad
-    parameter.requires_grad_()  # a frozen one accepts no hooks
-    for hook in before:
-        parameter.register_hook(hook)
-    for hook in after:
-        parameter.register_post_accumulate_grad_hook(hook)
-    parameter.requires_grad_(trains)
-
-
-def _parts(batches: Sequence[tuple[Any, Any]], counts: Sequence[int]) -> Iterator[_MicroBatchPart]:
-    """Parts of every micro-batch of all replicas that have samples; the first micro-batches are larger."""
-    for replica, (inputs, targets) in enumerate(batches):
-        size, more = divmod(_size(inputs), len(counts))
-        first = 0
-        for number, parts in enumerate(counts):
-            samples = size + (number < more)
-            for part in range(parts):
-                start, stop = samples * part // parts, samples * (part + 1) // parts
-                if start < stop:
-                    rows = slice(first + start, first + stop)
-                    data = _cut(inputs, rows), _cut(targets, rows)
-                    yield _MicroBatchPart(replica * len(counts) + number, samples, start, stop, *data)
-            first += samples
-
-
-def _size(inputs: Any) -> int:
-    return next(len(leaf) for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim())
-
-
-def _cut(tree: Any, rows: slice) -> Any:
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor[rows] if tensor.dim() else tensor, tree)
 
 
 def _squares(gradient: Tensor) -> float:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from counterflow.common.tensors.devices import autocast_type
+from counterflow.common.tensors.dtypes import as_real
 from counterflow.execution import Batching, Execution, Flat, records
 from counterflow.runtime.execution.step import Step
 from counterflow.runtime.mini_batch.losses import LossFunction
-from counterflow.runtime.parameters.gradients import real
 from counterflow.runtime.parameters.optimizers import MakeOptimizer, MakeScheduler
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.stages.estimates import estimated_costs
@@ -28,7 +28,8 @@ from counterflow.schedule.cuts import balance, explicit
 from counterflow.schedule.ir import Schedule
 
 from .diagnosis.tolerances import COMPRESSED_TRAININGS, TRAININGS
-from .reference import Reference, ReferenceStep, Staleness, parts_of
+from .reference import Reference, ReferenceStep, Staleness
+from .reference_parts import parts_of
 
 SMALL = 1e-3
 """Errors of a tensor are relative to its own largest value, or to this share of that of all tensors:
@@ -297,5 +298,6 @@ def _largest(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float
         expected_tensor = expected[name].to(tensor.device)
         if tensor.numel():
             scale = max(float(expected_tensor.abs().max()), floor, 1e-30)
-            errors.append(float((real(tensor).double() - real(expected_tensor).double()).abs().max()) / scale)
+            difference = as_real(tensor).double() - as_real(expected_tensor).double()
+            errors.append(float(difference.abs().max()) / scale)
     return _worst(errors)

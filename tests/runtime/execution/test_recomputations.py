@@ -58,7 +58,7 @@ def test_a_stage_is_computed_again_before_the_gradient_is_waited_for() -> None:
 
             return taken
 
-        for tasks in pipeline._run.lists:
+        for tasks in pipeline._engine.runner.lists:
             for task in tasks:
                 if isinstance(task, RunOp):
                     task._receive = noted(task)  # type: ignore[method-assign]

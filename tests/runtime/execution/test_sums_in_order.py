@@ -53,7 +53,7 @@ def started(schedule: Schedule, sync: str, barrier: bool) -> tuple[Sums, list[in
     for _ in range(STEPS):
         pipeline.step(*torch.randn(2, 8, 3, generator=draw))
     pipeline.flush()
-    actions = [task.action for task in pipeline._run.lists[0]]
+    actions = [task.action for task in pipeline._engine.runner.lists[0]]
     starts = [number for number, action in enumerate(actions) if isinstance(action, StartSync)]
     early = any(isinstance(action, Compute) for action in actions[starts[0] :])
     return found, [action.stage for action in actions if isinstance(action, StartSync)], early

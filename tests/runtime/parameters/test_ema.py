@@ -20,7 +20,8 @@ from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
-from counterflow.verification.reference import Reference, Staleness, parts_of
+from counterflow.verification.reference import Reference, Staleness
+from counterflow.verification.reference_parts import parts_of
 
 DECAY, STEPS = 0.75, 4
 

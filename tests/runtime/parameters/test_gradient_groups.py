@@ -9,20 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from counterflow.common.tensors.dtypes import sum_dtype
+from counterflow.common.tensors.dtypes import as_real, sum_dtype
 from counterflow.errors import ConfigError
-from counterflow.runtime.parameters import gradients
+from counterflow.runtime.parameters import flat_gradients, gradients
+from counterflow.runtime.parameters.gradient_norms import OwnNorm, SquaredNorms, clip_factor, squared_norms
 from counterflow.runtime.parameters.gradients import (
     BUCKET_BYTES,
     GradientGroup,
-    OwnNorm,
-    SquaredNorms,
-    clip_factor,
-    real,
-    squared_norms,
-    unique,
 )
 from counterflow.runtime.parameters.hooks import Hooks
+from counterflow.runtime.parameters.parameter_placement import unique
 from counterflow.runtime.transport.base import Group
 from counterflow.runtime.transport.local import Hub
 
@@ -234,7 +230,7 @@ def test_low_precision_is_summed_in_float32() -> None:
 
 @pytest.mark.parametrize("first", [1, 2, 3, 2**16])
 def test_low_precision_is_cast_where_it_is(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
-    monkeypatch.setattr(gradients, "_FIRST", first)
+    monkeypatch.setattr(flat_gradients, "_FIRST", first)
     a, b, c, d = weights(3, 4, 2, 6, dtype=LOW)
     group = made(a, b, c, d)
     assert group.nbytes == 15 * 4
@@ -525,6 +521,6 @@ def test_each_parameter_once() -> None:
 
 
 def test_pairs() -> None:
-    assert real(numbers(3 + 4j, dtype=torch.complex128)).tolist() == [[3, 4]]
+    assert as_real(numbers(3 + 4j, dtype=torch.complex128)).tolist() == [[3, 4]]
     same = numbers(1, 2)
-    assert real(same) is same
+    assert as_real(same) is same

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from counterflow.runtime.parameters import gradients
-from counterflow.runtime.parameters.gradients import GradientGroup, SquaredNorms
+from counterflow.runtime.parameters.gradient_norms import SquaredNorms
+from counterflow.runtime.parameters.gradients import GradientGroup
 
 
 def group(*values: torch.Tensor) -> GradientGroup:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from counterflow.measure.layer_costs import ties_of
 from counterflow.planning import LayerTie
-from counterflow.runtime.parameters import gradients
+from counterflow.runtime.parameters import flat_gradients
 from counterflow.runtime.parameters.gradients import GradientGroup
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
@@ -141,10 +141,10 @@ def test_three_hundred_equal_gradients_add_up() -> None:
 @pytest.mark.parametrize("dtype", [LOW, torch.float16])
 @pytest.mark.parametrize("size", [1, 3, 4, 5, 8, 9, 37])
 def test_a_cast_in_place_is_a_cast(monkeypatch: pytest.MonkeyPatch, size: int, dtype: torch.dtype) -> None:
-    monkeypatch.setattr(gradients, "_FIRST", 4)
+    monkeypatch.setattr(flat_gradients, "_FIRST", 4)
     numbers = torch.randn(size, generator=torch.Generator().manual_seed(size))
     expected, memory = numbers.to(dtype), numbers.untyped_storage().data_ptr()
-    found = gradients._cast_in_place(numbers, dtype)
+    found = flat_gradients._cast_in_place(numbers, dtype)
     assert torch.equal(found, expected)
     assert found.untyped_storage().data_ptr() == memory
 

@@ -18,7 +18,8 @@ from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
-from counterflow.verification.reference import Reference, Staleness, parts_of
+from counterflow.verification.reference import Reference, Staleness
+from counterflow.verification.reference_parts import parts_of
 from counterflow.verification.training_agreement import verify
 
 from ...kit import mean_square, run

@@ -152,7 +152,7 @@ def _changed(model: nn.Sequential | None, schedule: Schedule) -> dict[str, Tenso
     model = with_modes() if model is None else model
     pipeline = piped(model, schedule)
     pipeline.step(*batch(0))
-    if pipeline.worker == 0 or not pipeline._held.owned.shared:
+    if pipeline.worker == 0 or not pipeline._engine.local.owned.shared:
         change(model)
     pipeline.step(*batch(1))
     return pipeline.model_state_dict()

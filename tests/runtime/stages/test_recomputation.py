@@ -18,7 +18,7 @@ from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
-from counterflow.verification.reference import parts_of
+from counterflow.verification.reference_parts import parts_of
 from counterflow.verification.training_agreement import one_process, verify
 
 from ...kit import mean_square, sgd

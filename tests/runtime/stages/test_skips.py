@@ -244,7 +244,7 @@ def test_skips_go_straight_to_who_takes_them() -> None:
 
 def sent_between(name: str, schedule: Schedule, layers: list[nn.Module]) -> Counter[tuple[str, int]]:
     pipeline = Pipeline(layers, nn.MSELoss(), schedule, optimizer=sgd, costs=[1] * 8)
-    sends = [task.action for tasks in pipeline._run.lists for task in tasks]
+    sends = [task.action for tasks in pipeline._engine.runner.lists for task in tasks]
     return Counter(
         (str(send.skip), send.peer) for send in sends if isinstance(send, Send) and send.skip is not None
     )

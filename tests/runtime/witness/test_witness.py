@@ -199,7 +199,7 @@ def test_it_says_that_it_is_turned_off() -> None:
 
 def due_steps() -> list[int]:
     pipeline, _, _ = pipeline_of(Net(), "gpipe(stages=1, micro_batches=1)", witness_every=12)
-    return [number for number in range(1, 40) if pipeline._witness.due(training=True)]
+    return [number for number in range(1, 40) if pipeline._engine.witness.due(training=True)]
 
 
 def test_steps_that_are_compared() -> None:

@@ -34,7 +34,7 @@ from counterflow.schedule.op import Saved
 from counterflow.schedule.placement import Placement
 from counterflow.simulation import Piece
 from counterflow.simulation.memory import Changes, above_base
-from counterflow.simulation.timed_schedule import timed
+from counterflow.simulation.timed_cache import timed
 
 from .stages import StageCosts
 

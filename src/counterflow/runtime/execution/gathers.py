@@ -17,7 +17,7 @@ from counterflow.errors import ConfigError
 
 from ..mini_batch.losses import Losses, added
 from ..mini_batch.step_report import WORKER_WIDTH, LossWeights, WorkerReport
-from ..parameters.gradients import OwnNorm, StageNorm
+from ..parameters.gradient_norms import OwnNorm, StageNorm
 from ..transport.base import Gathering
 from .step import Step, Workers
 

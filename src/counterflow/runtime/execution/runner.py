@@ -52,7 +52,7 @@ from counterflow.program.segments import Segments, without_update
 from ..mini_batch.batch import Batch
 from ..mini_batch.losses import added, divisor_of
 from ..mini_batch.step_report import CallReport
-from ..parameters.gradients import StageNorm, clip_factor
+from ..parameters.gradient_norms import StageNorm, clip_factor
 from ..parameters.manual_changes import ManualChanges
 from ..parameters.shared_state import SharedState
 from ..parameters.weights import Weights

@@ -3,29 +3,24 @@
 Invariant: every parameter of the worker is in exactly one ``GradientGroup``, also one that several stages
 share (tied embeddings); a group is what is summed, measured and updated together. A parameter that no copy of
 its stage used has no gradient when it is updated (``grad is None``), as in one process: no optimiser
-decays it or keeps state for it. Gradients of parameters in bfloat16 or float16 are added up in float32, over
-micro-batches, copies and replicas, and are in the parameter's dtype once hooks or an optimiser see them. Of a
-parameter that is cut over further dimensions of the mesh, the buffers have this rank's part.
+decays it or keeps state for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
-from math import isfinite, nan
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
-from counterflow.common.tensors import devices
-from counterflow.common.tensors.dtensors import like, local, part_of
-from counterflow.common.tensors.dtypes import sum_dtype
+from counterflow.common.tensors.dtensors import local
+from counterflow.common.tensors.dtypes import as_real
 from counterflow.errors import ConfigError
 
-from ..mini_batch.losses import added
 from ..transport.base import Group, Pending, Transport
 from .compressed_sums import CompressedSum, SumCompression
-from .hooks import Hooks, called
+from .flat_gradients import FlatGradients
+from .hooks import Hooks
 
 BUCKET_BYTES = 25 * 1024 * 1024
 """The size of the pieces in which gradients are summed, as in torch's DistributedDataParallel."""
@@ -33,141 +28,6 @@ BUCKET_BYTES = 25 * 1024 * 1024
 
 _NORM_PIECE = 2**20
 """Values of which a norm is taken at once."""
-
-
-class _Flat:
-    """Gradients of some parameters of one dtype and device, one after another.
-
-    Whether a parameter was used is seen from the version counter of its gradient, which every view has for
-    itself: autograd adds to gradients in place (to a DTensor, and FSDP to what it wraps). Where others hold
-    copies, one number a parameter follows that says so and is summed with the gradients.
-    """
-
-    __slots__ = (
-        "_clean", "_dtype", "_shown", "_used", "gradients", "parameters", "residual", "residuals", "tail",
-        "views", "whole",
-    )  # fmt: skip
-
-    def __init__(self, parameters: Sequence[nn.Parameter], *, shared: bool, compressed: bool) -> None:
-        tensors = [local(parameter) for parameter in parameters]
-        size = sum(tensor.numel() for tensor in tensors)
-        tail = len(parameters) if shared else 0
-        self.parameters = parameters
-        self._dtype = tensors[0].dtype
-        self.whole = torch.zeros(size + tail, dtype=sum_dtype(self._dtype), device=tensors[0].device)
-        self.gradients = self.whole[:size]
-        self.tail = self.whole[size:]
-        self.views: list[Tensor] = []
-        at = 0
-        for tensor in tensors:
-            view = self.whole[at : at + tensor.numel()].view(tensor.shape)
-            self.views.append(view.data)  # .data: with a version counter of its own
-            at += tensor.numel()
-        self.residual: Tensor | None = None
-        """What was lost of the gradients when they were sent; None: they are sent in full."""
-        self.residuals: list[Tensor] = []
-        """Its part of each parameter, in the parameter's shape."""
-        if compressed and shared and self.whole.dtype is torch.float32:
-            self.residual = torch.zeros_like(self.gradients)
-            parts = self.residual.split([tensor.numel() for tensor in tensors])
-            self.residuals = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-        self._shown = [like(parameter, view) for parameter, view in zip(parameters, self.views, strict=True)]
-        self._clean = self._changes()
-        self._used: list[bool] | None = None
-
-    def attach(self) -> None:
-        """Let autograd add to the gradients."""
-        for parameter, shown in zip(self.parameters, self._shown, strict=True):
-            if parameter.grad is not shown:
-                _put(parameter, shown)
-
-    def show(self) -> None:
-        """Let the parameters have their gradients, in their dtypes; None where there is none.
-
-        Those of low precision are cast where they are: the sums are not there any more.
-        """
-        shown = self._shown
-        if self.whole.dtype is not self._dtype:
-            cast, at = _cast_in_place(self.gradients, self._dtype), 0
-            shown = []
-            for parameter, view in zip(self.parameters, self.views, strict=True):
-                shown.append(like(parameter, cast[at : at + view.numel()].view(view.shape)))
-                at += view.numel()
-        for parameter, gradient, used in zip(self.parameters, shown, self.used(), strict=True):
-            if not used:
-                parameter.grad = None
-            elif parameter.grad is not gradient:
-                _put(parameter, gradient)
-
-    def detach(self) -> None:
-        """Let the parameters have no gradients that anybody could change."""
-        for parameter in self.parameters:
-            parameter.grad = None
-            if self.whole.dtype is not self._dtype:
-                parameter.grad_dtype = self._dtype
-
-    def collect(self) -> None:
-        """See which parameters were used; take in gradients that somebody put in place of these."""
-        if self._used is not None:
-            return
-        self._used = used = [now != then for now, then in zip(self._changes(), self._clean, strict=True)]
-        for index, (parameter, shown) in enumerate(zip(self.parameters, self._shown, strict=True)):
-            grad = parameter.grad
-            if grad is not shown:
-                with torch.no_grad():
-                    if grad is None:
-                        self.views[index].zero_()
-                    else:
-                        self.views[index].copy_(part_of(grad, parameter))
-                used[index] = grad is not None
-        if not len(self.tail):
-            return
-        if all(used):
-            self.tail.fill_(1)
-        else:
-            self.tail.copy_(torch.tensor(used))
-
-    def _changes(self) -> list[int]:
-        """How often each gradient was changed."""
-        return [
-            view._version if shown is view else view._version + shown._version  # noqa: SLF001 - documented as it
-            for view, shown in zip(self.views, self._shown, strict=True)
-        ]
-
-    def used(self) -> list[bool]:
-        """Which parameters were used, here or, once the sum is there, on any copy."""
-        self.collect()
-        assert self._used is not None
-        if len(self.tail) and not all(self._used):
-            self._used = [abs(number) > 0 for number in self.tail.tolist()]
-        return self._used
-
-    def call_hooks(self, hooks: Hooks) -> None:
-        """Take what the parameters' hooks make of the gradients."""
-        used = self.used()
-        for index, (parameter, shown) in enumerate(zip(self.parameters, self._shown, strict=True)):
-            if not used[index] or parameter not in hooks:
-                continue
-            low = self.whole.dtype is not self._dtype
-            gradient = shown.to(self._dtype) if low else shown
-            before = gradient._version  # noqa: SLF001 - documented as it
-            if low:
-                _put(parameter, None, self._dtype)
-            result = called(parameter, gradient)
-            same = result is gradient and (not low or gradient._version == before)  # noqa: SLF001 - as above
-            _put(parameter, shown)
-            if result is None:
-                self.views[index].zero_()
-                used[index] = False
-                if len(self.tail):
-                    self.tail[index] = 0
-            elif not same:
-                self.views[index].copy_(part_of(result.detach(), parameter))
-
-    def clear(self) -> None:
-        self.whole.zero_()
-        self._clean = self._changes()
-        self._used = None
 
 
 class GradientGroup:
@@ -194,7 +54,7 @@ class GradientGroup:
         self.group = group
         self.counted = counted
         self.stage = stage
-        self._flats: list[_Flat] = []
+        self._flats: list[FlatGradients] = []
         self._frozen: dict[str, nn.Parameter] = {}
         self._pending: list[Pending] = []
         self._compression = compression
@@ -232,7 +92,7 @@ class GradientGroup:
                 by_kind.setdefault((tensor.dtype, tensor.device), []).append(parameter)
         shared, compressed = self.group is not None, self._compression is not None
         self._flats = [
-            _Flat(parameters, shared=shared, compressed=compressed) for parameters in by_kind.values()
+            FlatGradients(parameters, shared=shared, compressed=compressed) for parameters in by_kind.values()
         ]
         for name, residual in self.residuals.items():
             if name in before:
@@ -269,12 +129,12 @@ class GradientGroup:
             if flat.residual is not None:
                 self._start_compressed(flat, flat.residual, transport)
                 continue
-            numbers = real(flat.whole)
+            numbers = as_real(flat.whole)
             size = max(1, BUCKET_BYTES // numbers.element_size())
             for bucket in numbers.split(size):
                 self._pending.append(transport.all_reduce(bucket, self.group))
 
-    def _start_compressed(self, flat: _Flat, residual: Tensor, transport: Transport) -> None:
+    def _start_compressed(self, flat: FlatGradients, residual: Tensor, transport: Transport) -> None:
         assert self.group is not None
         assert self._compression is not None
         size = BUCKET_BYTES // residual.element_size()
@@ -298,7 +158,7 @@ class GradientGroup:
         norms = []
         for flat in self._flats:
             flat.collect()
-            numbers = real(flat.gradients)
+            numbers = as_real(flat.gradients)
             if numbers.numel() <= _NORM_PIECE:
                 norms.append(torch.linalg.vector_norm(numbers, dtype=torch.float64))
             else:
@@ -341,146 +201,3 @@ class GradientGroup:
         for flat in self._flats:
             flat.clear()
             flat.attach()
-
-
-class SquaredNorms:
-    """Sum of squares of each group's gradients, in transfer to the host.
-
-    Args:
-        groups: groups of gradients.
-    """
-
-    def __init__(self, groups: Iterable[GradientGroup]) -> None:
-        norms = [group.norms() for group in groups]
-        self._pieces = [len(of_group) for of_group in norms]
-        norms_of_all = [norm for of_group in norms for norm in of_group]
-        self._norms = (
-            None
-            if not norms_of_all
-            else norms_of_all[0]
-            if len(norms_of_all) == 1
-            else torch.stack(norms_of_all)
-        )
-        """Norms of all pieces (of one: a single number), on their device; None: there are no pieces."""
-        self._later = None if self._norms is None else devices.HostCopy(self._norms)
-
-    def not_finite(self) -> Tensor | None:
-        """True if the square of a piece's norm is not finite, on their device; None: there are no pieces."""
-        return None if self._norms is None else ~(self._norms**2).isfinite().all()
-
-    def read(self) -> list[float]:
-        """The sums; a device's host waits once, until it has come to them."""
-        numbers = [] if self._later is None else self._later.read()
-        values = iter([norm * norm for norm in (numbers if isinstance(numbers, list) else [numbers])])
-        return [added(islice(values, pieces)) for pieces in self._pieces]
-
-
-class OwnNorm:
-    """A worker's part of the global gradient norm, and whether all its gradients are finite.
-
-    Args:
-        groups: groups of all its gradients.
-    """
-
-    def __init__(self, groups: Sequence[GradientGroup]) -> None:
-        self._groups = groups
-        self._squares = SquaredNorms(groups)
-
-    def drop(self) -> None:
-        """Set all gradients to zero if one is not finite, where they are; the host goes on."""
-        dead = self._squares.not_finite()
-        if dead is not None:
-            for gradients in self._groups:
-                gradients.drop(dead)
-
-    def read(self) -> tuple[float, int | None]:
-        """The squared norm that is counted here; the first stage with a gradient that is not finite."""
-        squares = list(zip(self._squares.read(), self._groups, strict=True))
-        odd = [gradients.stage for square, gradients in squares if not isfinite(square)]
-        return sum(square for square, gradients in squares if gradients.counted), min(odd, default=None)
-
-
-class StageNorm:
-    """A worker's part of the norm of a stage's gradients, and whether they are finite.
-
-    Args:
-        stage: number of the stage.
-        counted: squared norm counted on this worker, on the gradients' device.
-        alive: whether all gradients of the stage so far were finite, on the gradients' device.
-    """
-
-    def __init__(self, stage: int, counted: Tensor, alive: Tensor) -> None:
-        self._stage, self._later = stage, devices.HostCopy(torch.stack([counted, alive.double()]))
-
-    def read(self) -> tuple[float, int | None]:
-        """The squared norm that is counted here; the stage, if a gradient was not finite."""
-        counted, alive = self._later.read()
-        return (counted, None) if alive else (nan, self._stage)
-
-
-def squared_norms(groups: Sequence[GradientGroup], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Sums of squares of gradients, where they are: of all, and of what this worker counts."""
-    all_norms, counted = [], []
-    for group in groups:
-        norms = group.norms()
-        all_norms += norms
-        if group.counted:
-            counted += norms
-    total = (
-        (torch.stack(all_norms) ** 2).sum()
-        if all_norms
-        else torch.zeros((), dtype=torch.float64, device=device)
-    )
-    if len(counted) == len(all_norms):
-        return total, total
-    return total, (torch.stack(counted) ** 2).sum() if counted else torch.zeros_like(total)
-
-
-def clip_factor(norm: float, limit: float | None) -> float:
-    """Factor of gradients with a global norm, as in ``torch.nn.utils.clip_grad_norm_``."""
-    return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
-
-
-def unique(parameters: Iterable[tuple[str, nn.Parameter]], seen: set[int]) -> dict[str, nn.Parameter]:
-    """Trainable parameters that are not in ``seen`` (by identity), to which they are added."""
-    parameters_by_name = {}
-    for name, parameter in parameters:
-        if (parameter.is_floating_point() or parameter.is_complex()) and id(parameter) not in seen:
-            seen.add(id(parameter))
-            parameters_by_name[name] = parameter
-    return parameters_by_name
-
-
-def _put(parameter: nn.Parameter, gradient: Tensor | None, dtype: torch.dtype | None = None) -> None:
-    """Let a parameter have a gradient, perhaps not of its own dtype; or none, and take one of ``dtype``."""
-    wanted = dtype if gradient is None else gradient.dtype
-    if parameter.grad_dtype is not wanted:
-        parameter.grad = None
-        parameter.grad_dtype = wanted
-    parameter.grad = gradient
-
-
-def _cast_in_place(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Float32 numbers in a dtype of half the size, in the first half of their own memory.
-
-    Each piece is as long as all before it, so what is written lies before what is read; the first piece goes
-    through memory of its own.
-    """
-    size = numbers.numel()
-    cast = numbers.view(dtype)[:size]
-    done = min(size, _FIRST)
-    cast[:done] = numbers[:done].to(dtype)
-    while done < size:
-        end = min(size, 2 * done)
-        cast[done:end].copy_(numbers[done:end])
-        done = end
-    return cast
-
-
-_FIRST = 2**16
-"""Values of the first piece."""
-
-
-def real(tensor: Tensor) -> Tensor:
-    """Complex numbers as pairs: sums and norms are the same."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -7,7 +7,7 @@ a group for collectives needs it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 
 from torch import nn
@@ -19,7 +19,7 @@ from ..mesh.rank_mesh import WORKER
 from ..stages.stage import LocalStage
 from ..transport.base import Group, Transport
 from .compressed_sums import SumCompression
-from .gradients import GradientGroup, unique
+from .gradients import GradientGroup
 from .names import Names, named_parameters, shared_names
 
 
@@ -156,3 +156,13 @@ class ParameterPlacement:
                 if self._transport.rank in ranks:
                     local = group
         return local
+
+
+def unique(parameters: Iterable[tuple[str, nn.Parameter]], seen: set[int]) -> dict[str, nn.Parameter]:
+    """Trainable parameters that are not in ``seen`` (by identity), to which they are added."""
+    parameters_by_name = {}
+    for name, parameter in parameters:
+        if (parameter.is_floating_point() or parameter.is_complex()) and id(parameter) not in seen:
+            seen.add(id(parameter))
+            parameters_by_name[name] = parameter
+    return parameters_by_name

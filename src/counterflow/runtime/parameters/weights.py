@@ -27,7 +27,8 @@ from ..stages.stage import LocalStage
 from ..transport.base import Group, Transport
 from .ema import ExponentialAverage, WeightEma
 from .extra_state import ExtraState
-from .gradients import GradientGroup, OwnNorm, SquaredNorms, squared_norms
+from .gradient_norms import OwnNorm, SquaredNorms, squared_norms
+from .gradients import GradientGroup
 from .hooks import Hooks
 from .local_state import LocalState
 from .loss_scale import LossScale
