@@ -42,6 +42,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 
 import counterflow as cf
+from counterflow.capture.estimates import estimated_costs
+from counterflow.capture.model_layers import parameter_count
 from counterflow.data.text import shipped_text, unigram_entropy
 from counterflow.data.text_batches import NextByte
 from counterflow.drawing import palette
@@ -49,8 +51,6 @@ from counterflow.drawing.saving import SETTINGS, UNDATED
 from counterflow.models.gpt import GPTConfig
 from counterflow.models.presets import preset
 from counterflow.models.resnext import Norm, ResNeXtConfig
-from counterflow.runtime.stages.estimates import estimated_costs
-from counterflow.runtime.stages.layers import parameter_count
 from counterflow.schedule.cuts import balance
 from counterflow.verification.reference import Reference, Staleness
 

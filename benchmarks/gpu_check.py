@@ -37,11 +37,11 @@ from torch.distributed import pipelining as theirs
 from torch.utils.flop_counter import FlopCounterMode
 
 import counterflow as cf
+from counterflow.capture.estimates import estimated_costs
 from counterflow.models.bert import BERTConfig
 from counterflow.models.gpt import GPTConfig
 from counterflow.models.presets import preset
 from counterflow.planning import Configuration, Predictor
-from counterflow.runtime.stages.estimates import estimated_costs
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule import registry
 from counterflow.schedule.cuts import balance

@@ -31,9 +31,9 @@ from kit import arguments, keep, load, machine, machine_line
 from torch import Tensor, nn
 
 import counterflow as cf
+from counterflow.capture.estimates import estimated_costs
 from counterflow.models.gpt import GPTConfig
 from counterflow.models.presets import preset
-from counterflow.runtime.stages.estimates import estimated_costs
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule.cuts import balance
 

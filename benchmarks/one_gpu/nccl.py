@@ -26,7 +26,7 @@ from kit import arguments
 from torch import Tensor, nn
 
 import counterflow as cf
-from counterflow.runtime.stages.estimates import estimated_costs
+from counterflow.capture.estimates import estimated_costs
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule.cuts import balance
 from counterflow.schedule.ir import Schedule

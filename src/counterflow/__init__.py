@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .api.counters import sum_over_copies
     from .api.experts import TokenBalance, combine, dispatch, grouped_linear, limit_capacity
     from .api.loss_sum import LossSum, next_target, whole_target
+    from .api.skip import Skip
     from .capture import layers
     from .checkpoints import load_checkpoint, load_weights, save_checkpoint
     from .execution import Batching, Execution
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from .runtime.mesh.expert_parallel import ExpertParallel
     from .runtime.mini_batch.entries import ENTRIES
     from .runtime.pipeline import Pipeline
-    from .runtime.stages.skips import Skip
     from .runtime.workers.launch import launch
     from .verbs import plan, predict, train, verify
     from .verification.same_model import SameModel, same_model
@@ -111,7 +111,7 @@ _LATE = {
     "PendingEvaluation": "runtime.execution.evaluation",
     "Pipeline": "runtime.pipeline",
     "SameModel": "verification.same_model",
-    "Skip": "runtime.stages.skips",
+    "Skip": "api.skip",
     "Step": "runtime.execution.step",
     "TokenBalance": "api.experts",
     "add_loss": "api.aux_loss",

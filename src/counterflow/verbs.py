@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from .execution import Batching, Execution
-    from .runtime.mini_batch.losses import LossFunction
+    from .runtime.mini_batch.loss_output import LossFunction
     from .runtime.parameters.optimizers import MakeOptimizer, MakeScheduler
     from .training import Callback, RunConfig
     from .training.training_report import RunResult

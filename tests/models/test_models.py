@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from counterflow.capture.model_layers import Activation, parameter_count
 from counterflow.errors import ConfigError
 from counterflow.models import (
     BERTConfig,
@@ -16,7 +17,6 @@ from counterflow.models import (
     Norm,
     ResNeXtConfig,
 )
-from counterflow.runtime.stages.layers import Activation, parameter_count
 
 GPT = GPTConfig(layers=3, hidden=16, heads=2, vocabulary=20, positions=8, dropout=0.0)
 BERT = BERTConfig(layers=2, hidden=16, heads=2, vocabulary=20, positions=8, dropout=0.0)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from counterflow.capture.model_layers import parameter_count
 from counterflow.errors import ConfigError
 from counterflow.models import PRESETS, BERTConfig, GPTConfig, ResNeXtConfig, preset
-from counterflow.runtime.stages.layers import parameter_count
 
 PUBLISHED = {
     "bert-48": (50, 669_790_012),

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from counterflow import ConfigError
+from counterflow.capture.model_layers import parameter_count
 from counterflow.models import preset, shapes
 from counterflow.planning import Arrangement, Configuration, Cutting, Predictor
 from counterflow.planning.search.constraints import Constraints
 from counterflow.planning.search.search import search
 from counterflow.planning.task import EXAMPLES, load_example
-from counterflow.runtime.stages.layers import parameter_count
 from counterflow.schedule.modes import Recompute, Sync
 from counterflow.schedule.op import B, F
 

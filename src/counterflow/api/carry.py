@@ -1,7 +1,7 @@
 """State that a layer passes on to the next slice of its micro-batch: keys and values, a recurrence, an edge.
 
 A ``Carry`` is a submodule of the layer, but does not store the state between slices: the state passes through
-the stage beside its value, like that of a skip connection (``runtime/stages/skips.py``), from the run of one
+the stage beside its value, like that of a skip connection (``api/skip.py``), from the run of one
 slice to that of the next; so recomputation, split backwards and precision treat it as inputs and outputs.
 
 Invariant: outside of a sliced run nothing is carried, and the same layer sees the whole sequence.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -45,3 +45,17 @@ def version_of(tensor: Tensor) -> int:
 def versions(tree: Any) -> list[int]:
     """Number of changes in place of each tensor in a tree."""
     return [version_of(tensor) for tensor in tensors_in(tree)]
+
+
+def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """A value with its tensors replaced; a tensor that occurs twice is replaced by one tensor."""
+    if isinstance(value, Tensor):
+        return function(value)
+    replaced: dict[int, Tensor] = {}
+
+    def once(tensor: Tensor) -> Tensor:
+        if id(tensor) not in replaced:
+            replaced[id(tensor)] = function(tensor)
+        return replaced[id(tensor)]
+
+    return pytree.tree_map_only(Tensor, once, value)

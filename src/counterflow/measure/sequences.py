@@ -16,8 +16,7 @@ import numpy as np
 
 from counterflow.errors import ConfigError
 from counterflow.execution import Batching
-from counterflow.runtime.mini_batch.samples import cut
-from counterflow.runtime.mini_batch.slicing import positions_in
+from counterflow.runtime.mini_batch.samples import cut, samples_in
 
 LENGTHS = 1.0, 0.5, 0.25
 """The timed shares of a sequence."""
@@ -77,13 +76,12 @@ def positions_of_batch(inputs: Any, targets: Any, batching: Batching) -> int:
     """Positions of a mini-batch's sequences; 0 if inputs and targets have no such dimension, or too few of it
     for their quarter.
     """
-    slices = (1,) * FEWEST
     try:
-        positions = positions_in(inputs, batching.sequence_dims, "inputs", slices)
-        of_targets = positions_in(targets, batching.target_sequence_dims, "targets", slices)
+        positions = samples_in(inputs, batching.sequence_dims, "inputs", uncut=True)
+        of_targets = samples_in(targets, batching.target_sequence_dims, "targets", uncut=True)
     except ConfigError:
         return 0
-    return positions if positions == of_targets else 0
+    return positions if positions == of_targets and positions >= FEWEST else 0
 
 
 def at_lengths(inputs: Any, targets: Any, batching: Batching) -> list[tuple[float, Any, Any]]:

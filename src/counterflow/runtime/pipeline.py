@@ -27,7 +27,7 @@ from .execution.step import Evaluation, Step
 from .generation import Sampling
 from .mesh.parallel import Parallelize
 from .mesh.rank_mesh import Mesh
-from .mini_batch.losses import LossFunction
+from .mini_batch.loss_output import LossFunction
 from .mini_batch.step_report import CallKind
 from .parameters.optimizers import MakeOptimizer, MakeScheduler
 from .pipeline_properties import PipelineProperties

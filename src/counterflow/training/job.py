@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from counterflow.capture.estimates import estimated_costs
+from counterflow.capture.model_layers import layers_of, parameter_count
 from counterflow.checkpoints.memory_copies import ResumePoint
 from counterflow.checkpoints.reader import Checkpoint
 from counterflow.errors import ConfigError
@@ -24,8 +26,6 @@ from counterflow.measure.layer_costs import kinds_of
 from counterflow.measure.machine import cores
 from counterflow.program.runnable import refuse_what_cannot_run
 from counterflow.program.segments import segments
-from counterflow.runtime.stages.estimates import estimated_costs
-from counterflow.runtime.stages.layers import layers_of, parameter_count
 from counterflow.runtime.transport.base import Transport
 from counterflow.schedule.cuts import balance, explicit, stage_layers
 from counterflow.schedule.ir import Schedule

@@ -13,13 +13,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from counterflow.capture.model_layers import layers_of, state_names
 from counterflow.checkpoints.index import CHECKPOINT, DamagedError, complete, put_aside
 from counterflow.checkpoints.reader import Checkpoint
 from counterflow.checkpoints.state_tables import MODEL
 from counterflow.common import toml
 from counterflow.errors import ConfigError, WorkerError
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.stages.layers import layers_of, state_names
 from counterflow.runtime.state_format import extra_state_names
 from counterflow.runtime.transport.base import Transport
 from counterflow.runtime.workers import world

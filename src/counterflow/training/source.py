@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 if TYPE_CHECKING:
     from torch import nn
 
+    from counterflow.capture.model_layers import Model
     from counterflow.data.text_batches import TextBatches
     from counterflow.runtime.pipeline import Pipeline
-    from counterflow.runtime.stages.layers import Model
     from counterflow.schedule.ir import Schedule
 
 RunConfig = Any

@@ -22,9 +22,9 @@ from torch.utils import _pytree as pytree
 from counterflow.api.aux_loss import added_losses
 from counterflow.capture.example_call import Call
 from counterflow.capture.recording import follow_model
+from counterflow.common.trees import mapped
 from counterflow.errors import ConfigError
-from counterflow.runtime.mini_batch.losses import read_loss
-from counterflow.runtime.stages.recomputation import mapped
+from counterflow.runtime.mini_batch.loss_output import read_loss
 
 from .trace import ModuleTrace, TraceRecorder, copied, place_of
 

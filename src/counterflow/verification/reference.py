@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from counterflow.api.aux_loss import added_losses
 from counterflow.common.tensors.torch_private import hook_tables, hooks_of
 from counterflow.errors import ConfigError
-from counterflow.runtime.mini_batch.losses import LossFunction, LossOutput, read_loss
+from counterflow.runtime.mini_batch.loss_output import LossFunction, LossOutput, read_loss
 from counterflow.runtime.mini_batch.mean_losses import MeanLossDetector
 from counterflow.schedule import registry
 from counterflow.schedule.ir import Schedule

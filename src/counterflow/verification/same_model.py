@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from counterflow.capture.layer import CapturedLayer
+from counterflow.capture.model_layers import layers_of
 from counterflow.common.mappings import register_mapping_classes
 from counterflow.errors import ConfigError
-from counterflow.runtime.mini_batch.losses import LossFunction
-from counterflow.runtime.stages.layers import layers_of
+from counterflow.runtime.mini_batch.loss_output import LossFunction
 from counterflow.runtime.stages.skip_links import stage_skips
 from counterflow.verification.diagnosis.comparison import difference
 from counterflow.verification.diagnosis.tolerances import MODELS, coarsest

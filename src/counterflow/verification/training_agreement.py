@@ -11,17 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from counterflow.capture.estimates import estimated_costs
+from counterflow.capture.model_layers import layers_of
 from counterflow.common.tensors.devices import autocast_type
-from counterflow.common.tensors.dtypes import as_real
+from counterflow.common.tensors.dtypes import as_real, dtype_of
+from counterflow.common.tensors.module_copies import copy_module
 from counterflow.execution import Batching, Execution, Flat, records
 from counterflow.runtime.execution.step import Step
-from counterflow.runtime.mini_batch.losses import LossFunction
+from counterflow.runtime.mini_batch.loss_output import LossFunction
 from counterflow.runtime.parameters.optimizers import MakeOptimizer, MakeScheduler
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.stages.estimates import estimated_costs
-from counterflow.runtime.stages.layers import layers_of
-from counterflow.runtime.stages.ownership import copied
-from counterflow.runtime.stages.precision import dtype_of
 from counterflow.runtime.transport.kinds import kind_of
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule.cuts import balance, explicit
@@ -160,9 +159,9 @@ def verify(
     trained = list(layers)
     if kind_of(transport).threads:  # threads train the modules that they are given
         memo: dict[int, Any] = {}
-        trained = [copied(layer, memo) for layer in layers]
+        trained = [copy_module(layer, memo) for layer in layers]
         if isinstance(loss_function, nn.Module):
-            loss_function = copied(loss_function, memo)
+            loss_function = copy_module(loss_function, memo)
     results: list[TrainingResult] = launch(
         _train,
         schedule,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from counterflow.api.skip import Skip
 from counterflow.errors import ConfigError
 from counterflow.runtime.messages.values import (
     described,
@@ -23,7 +24,6 @@ from counterflow.runtime.messages.values import (
 )
 from counterflow.runtime.mini_batch.samples import cut, samples_in, split_points
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.stages.skips import Skip
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 from counterflow.verification.training_agreement import verify

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from counterflow.api.skip import Carried
 from counterflow.common.trees import tensors_in
 from counterflow.runtime.messages.values import Structure, flatten_value, takes_gradient, unflatten_value
 from counterflow.runtime.mini_batch.samples import cut, moved
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.stages.passes import Output, RawHead
 from counterflow.runtime.stages.sample_rows import SampleRows
-from counterflow.runtime.stages.skips import Carried
+from counterflow.runtime.stages.saved_bytes import LayerSavedBytes
 from counterflow.runtime.stages.stage import LocalStage
-from counterflow.runtime.stages.stage_wrappers import StageWrapper
 from counterflow.schedule.ir import SkipLink
 
 from .stage_record import SkipCost
@@ -162,7 +162,7 @@ def _tensors_like(described: _Described, device: torch.device) -> Any:
 
 
 def output_of(
-    copy: LocalStage, value: Any, rows: SampleRows, step: int, layer_wrappers: Sequence[StageWrapper] = ()
+    copy: LocalStage, value: Any, rows: SampleRows, step: int, by_layer: LayerSavedBytes | None = None
 ) -> Any:
     """Return a stage's output of some rows; random state and buffers are restored.
 
@@ -171,9 +171,10 @@ def output_of(
         value: its input.
         rows: the rows.
         step: number of the step.
-        layer_wrappers: wrappers of its layers, which need a graph; empty: no graph is made.
+        by_layer: count of the bytes that its layers save; None: no graph is made.
     """
-    with torch.set_grad_enabled(bool(layer_wrappers)), copy.isolated(layer_wrappers=layer_wrappers):
+    wrappers = () if by_layer is None else (by_layer,)
+    with torch.set_grad_enabled(by_layer is not None), copy.isolated(layer_wrappers=wrappers):
         return copy.output(value, step, rows)
 
 

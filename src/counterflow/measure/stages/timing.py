@@ -13,22 +13,16 @@ from dataclasses import replace
 from typing import Any, cast
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from counterflow.api.aux_loss import added_losses
 from counterflow.common.tensors.graphs import graph_of, pointers, saved_by
 from counterflow.common.trees import tensors_in
 from counterflow.runtime.messages.values import Unit, flatten_value
-from counterflow.runtime.mini_batch.losses import read_loss
+from counterflow.runtime.mini_batch.loss_output import total_loss
 from counterflow.runtime.mini_batch.samples import samples_in, split_points
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.stages.aux_loss import split_aux_losses
-from counterflow.runtime.stages.named_layer import NamedLayer
-from counterflow.runtime.stages.recomputation import InputGuard
 from counterflow.runtime.stages.sample_rows import SampleRows
-from counterflow.runtime.stages.saved_bytes import SavedBytes
+from counterflow.runtime.stages.saved_bytes import LayerSavedBytes, SavedBytes, graph_bytes
 from counterflow.runtime.stages.stage import NOT_COUNTED, LocalStage
-from counterflow.runtime.stages.stage_wrappers import Run, StageWrapper
 
 from ..sequences import Growth, at_lengths
 from .chain import Chain, output_of
@@ -97,11 +91,8 @@ def _measured(
     def loss(output: Any, target: Any = target) -> list[Tensor]:
         if target is not None:
             assert pipeline.loss_function is not None
-            output, added = split_aux_losses(output)
-            # autocast has its own precision for losses
-            with copy.precision.computing(), added_losses() as terms:
-                found = read_loss(pipeline.loss_function(output, target))
-                return [found.with_added(terms).with_added(added).loss]
+            with copy.precision.computing():  # autocast has its own precision for losses
+                return [total_loss(pipeline.loss_function, output, target)]
         return [t for t in flatten_value(output, "a stage")[1] if t.requires_grad]
 
     subject = StageSubject(pipeline, copy, rows, whole, loss)
@@ -127,11 +118,11 @@ def _measured(
         saved, beyond_input = (subject.saved_bytes(known) for known in (constant, [*constant, *given]))
         halves, kept = subject.split_seconds(repeats)
         workspace = measure_workspace(subject, pipeline.device)
-        each = _ByLayer(constant)
-        output = output_of(copy, value, rows, pipeline.steps, [each])
-        layer_inputs = each.inputs.current
+        by_layer = LayerSavedBytes(constant)
+        output = output_of(copy, value, rows, pipeline.steps, by_layer)
+        layer_inputs = by_layer.inputs.current
         if target is not None:  # the loss is not computed again
-            layer_inputs += _saved(constant, lambda: loss(output))
+            layer_inputs += graph_bytes(constant, loss(output))
     finally:
         contexts.close()
         copy.precision.forget()
@@ -151,7 +142,7 @@ def _measured(
         activation_bytes=round(scale * saved),
         input_bytes=0 if copy.stage == 0 else round(scale * sum(held.values())),
         layer_input_bytes=round(scale * layer_inputs),
-        largest_layer_bytes=round(scale * max(each.beyond, default=0)),
+        largest_layer_bytes=round(scale * max(by_layer.beyond, default=0)),
         layers=len(copy.layers),
         weight_bytes=sum(p.numel() * p.element_size() for p in parameters),
         kept_bytes=round(scale * _held(constant, kept)),
@@ -191,39 +182,6 @@ def _state_bytes(
         return found[0], 0.0
     growing = (found[0] - found[1]) / (1.0 - chains[1].share)
     return growing, found[0] - growing
-
-
-class _ByLayer(StageWrapper):
-    """Bytes that each layer saves beyond its input, and the bytes of all layers' inputs; no graph leads on.
-
-    Args:
-        constant: tensors that do not count.
-    """
-
-    def __init__(self, constant: list[Tensor]) -> None:
-        self._constant = constant
-        self.beyond: list[int] = []
-        self.inputs = SavedBytes(constant)
-
-    def wrap_layer(self, _: NamedLayer, run: Run, value: Any, step: int, rows: SampleRows) -> Any:
-        given = list(tensors_in(value))
-        for tensor in given:
-            self.inputs.count(tensor, [])
-        box: list[Any] = []
-
-        def outputs() -> list[Tensor]:
-            with added_losses() as added:
-                box.append(run(InputGuard().as_input(value), step, rows))
-            return [*tensors_in(box[0]), *added.values()]
-
-        self.beyond.append(_saved([*self._constant, *given], outputs))
-        return pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), box[0])
-
-
-def _saved(constant: list[Tensor], run: Callable[[], list[Tensor]]) -> int:
-    count = SavedBytes(constant)
-    count.count_graph(graph_of(run()), [])
-    return count.peak
 
 
 def _in_both(constant: list[Tensor], run: Callable[[], list[Tensor]]) -> list[Tensor]:

@@ -19,7 +19,7 @@ from counterflow.schedule.recompute_ops import as_recomputed
 
 from ..mesh.parallel import Parallelize
 from ..mesh.rank_mesh import Mesh
-from ..mini_batch.losses import LossFunction
+from ..mini_batch.loss_output import LossFunction
 from ..parameters.compressed_sums import refuse_uncompressed
 from ..parameters.optimizers import MakeOptimizer, MakeScheduler
 from ..parameters.sharded_updates import refuse_unsharded

@@ -22,7 +22,7 @@ from ..mesh.parallel import Parallelize, StageModule, expert_dims, fsdp_modules,
 from ..mesh.parallel_dims import ParallelDims
 from ..mesh.rank_mesh import WORKER, RankMesh
 from ..mesh.weight_dims import agreed_dims
-from ..mini_batch.losses import LossFunction
+from ..mini_batch.loss_output import LossFunction
 from ..mini_batch.mean_losses import UNWATCHED, MeanLossDetector
 from ..parameters.names import named_buffers, named_parameters, shared_names
 from ..parameters.replica_digests import broadcast_initial_weights, refuse_other_seeds

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from counterflow.capture.estimates import estimated_costs
+from counterflow.capture.model_layers import aliases_of, layers_of, state_names
 from counterflow.program.actions import Program
 from counterflow.schedule.cuts import balance, explicit
 from counterflow.schedule.ir import Schedule
 
-from ..mini_batch.losses import LossFunction
+from ..mini_batch.loss_output import LossFunction
 from ..parameters.extra_state import ExtraState
 from ..parameters.names import Names
 from ..parameters.shared_buffers import SharedBuffer, shared_buffers
-from ..stages.estimates import estimated_costs
-from ..stages.layers import aliases_of, layers_of, state_names
 from ..stages.materialization import have_statistics
 from ..stages.named_layer import NamedLayer, loss_layer, place_of
 from ..stages.sharing.watch import SharedObjects, shared_objects

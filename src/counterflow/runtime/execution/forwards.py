@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from counterflow.common.trees import each_tensor
+from counterflow.api.skip import Carried
+from counterflow.common.trees import each_tensor, mapped
 from counterflow.program.actions import Compute
 from counterflow.schedule.modes import Recompute
 
@@ -22,10 +23,9 @@ from ..mini_batch.batch import Batch
 from ..mini_batch.prefetcher import MicroBatchPrefetcher
 from ..mini_batch.probes import diagnose_aux, diagnose_slices
 from ..stages.passes import StagePass
-from ..stages.recomputation import copied, mapped
+from ..stages.recomputation import copied
 from ..stages.recomputed_pass import RecomputedPass, forward_joined
 from ..stages.sample_rows import SampleRows
-from ..stages.skips import Carried
 from .outputs import UnitHead, part
 from .skips import Output, OutputLayout, SkipInputs
 from .tasks import RunOp, Tools

@@ -23,7 +23,7 @@ from counterflow.schedule.ir import Op, OpKind, Product, Schedule
 
 from ..messages.compression import Compression
 from ..mini_batch.batch import Batch
-from ..mini_batch.losses import LossFunction
+from ..mini_batch.loss_output import LossFunction
 from ..stages.saved_bytes import SavedBytes
 from ..stages.stage import LocalStage
 from ..transport.base import Transport

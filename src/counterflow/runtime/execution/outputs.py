@@ -11,22 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from counterflow.api.skip import Carried
 from counterflow.common.tensors.dtensors import full_tensor
-from counterflow.common.trees import each_tensor
+from counterflow.common.trees import each_tensor, mapped
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
 
 from ..messages.values import Unit, flatten_value
 from ..mini_batch.batch import Batch
-from ..mini_batch.losses import LossFunction, LossOutput, divisor_of, elements_in
+from ..mini_batch.loss_output import LossFunction, LossOutput, elements_in
+from ..mini_batch.losses import divisor_of
 from ..mini_batch.probes import loss_probe
 from ..mini_batch.samples import cut, refuse_whole_entries
 from ..mini_batch.slicing import slice_of
 from ..stages.aux_loss import pop_aux_losses, split_aux_losses
-from ..stages.recomputation import mapped
 from ..stages.sample_rows import SampleRows
 from ..stages.saved_bytes import SavedBytes
-from ..stages.skips import Carried
 from ..stages.stage import LocalStage
 from .skips import OpSkips, Output, output_parts
 

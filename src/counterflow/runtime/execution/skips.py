@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from counterflow.api.skip import Carried
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Op, SkipLink
 
@@ -20,7 +21,6 @@ from ..messages.message_queue import MessageQueue
 from ..messages.values import Structure, Unit, ValueLayout, flatten_value, unflatten_value
 from ..mini_batch.batch import Batch
 from ..stages.skip_links import StageSkips
-from ..stages.skips import Carried
 from .routes import Gradients, Piece, SkipRoute
 
 _NO_SAMPLES = (

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from counterflow.errors import ConfigError
 
-from ..mini_batch.losses import consistent, refuse_no_graph
+from ..mini_batch.loss_output import consistent
+from ..mini_batch.losses import refuse_no_graph
 from ..mini_batch.step_report import LossWeights, Normaliser
 from .step import Workers
 

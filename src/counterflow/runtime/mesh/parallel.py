@@ -18,10 +18,10 @@ from typing_extensions import override
 from counterflow.api.aux_loss import was_added
 from counterflow.common.tensors.dtensors import is_dtensor, settled
 from counterflow.common.tensors.torch_private import children_of, fsdp_groups, whole_parameter
+from counterflow.common.trees import mapped
 from counterflow.errors import ConfigError
 
 from ..messages.values import Value
-from ..stages.recomputation import mapped
 from ..stages.sample_rows import SampleRows
 from ..stages.stage_wrappers import Run, StageWrapper
 from ..transport.base import Transport

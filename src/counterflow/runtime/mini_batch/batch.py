@@ -14,7 +14,8 @@ from ..messages.values import Shapes, Unit
 from ..stages.sample_rows import SampleRows
 from .first_steps import NO_DIAGNOSES, Diagnoses
 from .input_cuts import InputCutDiagnosis
-from .losses import Losses, UnitLoss
+from .loss_output import UnitLoss
+from .losses import Losses
 from .prefetcher import MicroBatchPrefetcher
 from .samples import Dims
 from .slicing import SequenceDims, rows_of_slice

@@ -28,7 +28,7 @@ from ..messages.values import Value
 from ..stages.named_layer import LOSS, NamedLayer
 from ..stages.sample_rows import SampleRows
 from ..stages.stage_wrappers import Run, StageWrapper
-from .losses import LossOutput, read_loss
+from .loss_output import LossOutput, read_loss
 
 _NOTHING = nullcontext()
 _SCALING = frozenset(

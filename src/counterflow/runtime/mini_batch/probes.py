@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from counterflow.api.aux_loss import added_losses
+from counterflow.api.skip import Carried
 from counterflow.common.tensors.dtensors import full_tensor, is_dtensor
 from counterflow.errors import ConfigError
 from counterflow.verification.diagnosis.aux_means import AuxLayer, AuxMeanDiagnosis, Terms, UnitRows
@@ -22,9 +23,8 @@ from ..messages.values import Unit, Value
 from ..stages.aux_loss import split_aux_losses
 from ..stages.named_layer import place_of
 from ..stages.sample_rows import SampleRows
-from ..stages.skips import Carried
 from ..stages.stage_wrappers import Run
-from .losses import LossFunction, LossOutput, UnitLoss, elements_in
+from .loss_output import LossFunction, LossOutput, UnitLoss, elements_in
 
 if TYPE_CHECKING:
     from ..stages.stage import LocalStage

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..messages.values import Unit
-from .losses import Losses, UnitLoss
+from .loss_output import UnitLoss
+from .losses import Losses
 
 
 class UnitWatch:

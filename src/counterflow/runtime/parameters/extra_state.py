@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from counterflow.capture.model_layers import EXTRA_STATE, Model, aliases_of
 from counterflow.common.numbering import number_of
 from counterflow.errors import ConfigError
 
-from ..stages.layers import EXTRA_STATE, Model, aliases_of
 from ..transport.base import Transport
 from .digest import digest
 from .names import matching

@@ -15,11 +15,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from counterflow.api.aux_loss import COLLECTED, collecting
+from counterflow.api.skip import Carried
 from counterflow.common.tensors.dtensors import full_tensor, is_dtensor
 
 from ..messages.values import Value
 from .sample_rows import SampleRows
-from .skips import Carried
 from .stage_wrappers import Run, StageWrapper
 
 

@@ -19,13 +19,13 @@ from typing_extensions import override
 
 from counterflow.api.aux_loss import added_losses, forgets_added
 from counterflow.common.tensors.torch_private import backend_of, buffers_of, call_of
-from counterflow.common.trees import versions
+from counterflow.common.trees import mapped, versions
 from counterflow.errors import ConfigError
 
 from ..messages.values import Value
 from .named_layer import NamedLayer, place_of
 from .randomness import RandomStreams
-from .recomputation import Buffers, copied, mapped
+from .recomputation import Buffers, copied
 from .sample_rows import SampleRows
 from .stage_wrappers import Block, BlockRuns, Run, StageWrapper, called
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from counterflow.common.tensors.graphs import variable
-from counterflow.common.trees import versions
+from counterflow.common.trees import mapped, versions
 
 from .graph_split import TraversedGraph, below, is_cut
-from .recomputation import Replay, mapped, same_tensors
+from .recomputation import Replay, same_tensors
 
 NODES_A_PIECE = 24
 """Minimum number of nodes in a piece of a graph: entering autograd costs as much as visiting this many."""

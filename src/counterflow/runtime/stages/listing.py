@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from counterflow.capture.model_layers import ListLayers, Model, refuse_root
 from counterflow.errors import ConfigError
-
-from .layers import ListLayers, Model, refuse_root
 
 
 class Listing:

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from counterflow.common.tensors.module_copies import attach_to_parameter
 from counterflow.common.tensors.torch_private import hooks_of
 from counterflow.errors import ConfigError
 
 from .named_layer import NamedLayer
-from .ownership import attach
 from .randomness import RandomStreams
 from .recomputation import Buffers
 
@@ -103,4 +103,4 @@ def _initialise(
             new = getattr(holder, leaf)
             initialised[id(old)] = old, new  # also ``old``, so that its id is not reused
             if new is not old:
-                attach(new, old.__dict__, *hooks_of(old))
+                attach_to_parameter(new, old.__dict__, *hooks_of(old))

@@ -13,7 +13,6 @@ of weights and buffers) apply to the copies from the next call on, and so do tho
 
 from __future__ import annotations
 
-import copy
 import queue
 import threading
 from collections import deque
@@ -27,7 +26,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from counterflow.common.tensors.torch_private import hooks_of
+from counterflow.common.tensors.module_copies import copy_module
 from counterflow.errors import ConfigError
 
 from ..transport.base import Transport
@@ -100,7 +99,7 @@ class ThreadLocalModules:
         memo, copies, place = self._memo(earlier), list[nn.Module](), ""
         try:
             for place, module in layers:  # noqa: B007 - named if it fails
-                copies.append(copied(module, memo))
+                copies.append(copy_module(module, memo))
             reached = local.objects | _changeable(memo)
         except Exception as error:
             refusal = ConfigError(
@@ -258,38 +257,3 @@ _OF_THREADS = (
 
 def _is_frozen(value: object) -> bool:
     return is_dataclass(value) and bool(cast("Any", value).__dataclass_params__.frozen)
-
-
-def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Copy a module with attributes and hooks of its parameters, which ``copy.deepcopy`` omits.
-
-    Args:
-        module: the module.
-        memo: replacement of an object in copies, by identity; copies with one memo share it.
-    """
-    for child in module.modules():
-        for value in vars(child).values():
-            if isinstance(value, Tensor) and not value.is_leaf:
-                memo[id(value)] = value.detach().clone()  # a hook before the forward recomputes it
-    known = set(memo)
-    duplicate = copy.deepcopy(module, memo)
-    for parameter in module.parameters():
-        if id(parameter) not in known:
-            attached = copy.deepcopy((parameter.__dict__, *hooks_of(parameter)), memo)
-            attach(memo[id(parameter)], *attached)
-    return duplicate
-
-
-def attach(
-    parameter: nn.Parameter, attributes: Mapping[str, Any], before: list[Any], after: list[Any]
-) -> None:
-    """Set attributes and hooks of a parameter."""
-    for name, value in attributes.items():
-        setattr(parameter, name, value)
-    trains = parameter.requires_grad
-    parameter.requires_grad_(True)  # a frozen one accepts no hooks, though it keeps its present ones
-    for hook in before:
-        parameter.register_hook(hook)
-    for hook in after:
-        parameter.register_post_accumulate_grad_hook(hook)
-    parameter.requires_grad_(trains)

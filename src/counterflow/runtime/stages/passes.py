@@ -28,18 +28,19 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from typing_extensions import override
 
+from counterflow.api.skip import Carried
 from counterflow.common.tensors.dtensors import settled
 from counterflow.common.tensors.graphs import graph_of
+from counterflow.common.trees import mapped
 from counterflow.verification.diagnosis.graph_leaves import StageGraph, diagnose_graph
 
 from ..messages.values import Value
 from ..transport.base import PeerLost, TimedOut
 from .detach_points import DetachPoints
 from .interface import RunnableStage
-from .recomputation import copied, mapped
+from .recomputation import copied
 from .sample_rows import SampleRows
 from .saved_bytes import SavedBytes, SavedStorage
-from .skips import Carried
 from .split_backward import SplitBackward, accumulate
 
 Output = tuple[Any, list[Tensor]]

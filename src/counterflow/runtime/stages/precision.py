@@ -9,22 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from counterflow.api.skip import Carried
 from counterflow.common.tensors.devices import autocast_type
+from counterflow.common.tensors.dtypes import dtype_of
 from counterflow.common.tensors.torch_private import parameters_of, set_version_counters
+from counterflow.common.trees import mapped
 from counterflow.errors import ConfigError
 from counterflow.execution import Execution
 
 from ..messages.values import Value
 from .named_layer import NamedLayer
-from .recomputation import mapped
 from .sample_rows import SampleRows
-from .skips import Carried
 from .stage_wrappers import Run, StageWrapper
 from .versions import Versions
 
@@ -274,11 +275,6 @@ def _of_value(of: Callable[[Tensor], Tensor], value: Value) -> Value:
 
 def _no_leaf(tensor: Tensor) -> Tensor:
     return tensor.view_as(tensor) if tensor.is_leaf and tensor.requires_grad else tensor
-
-
-def dtype_of(name: str | None) -> torch.dtype | None:
-    """Return the dtype of a name in an ``Execution``."""
-    return None if name is None else cast("torch.dtype", getattr(torch, name))
 
 
 def precision_of(

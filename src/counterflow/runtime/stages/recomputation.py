@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from counterflow.api.counters import summed
 from counterflow.api.torch_internals import never_compiled
 from counterflow.common.tensors.dtensors import is_dtensor
 from counterflow.common.tensors.torch_private import buffers_of, keeps_statistics, same_memory
-from counterflow.common.trees import tensors_in, versions
+from counterflow.common.trees import mapped, tensors_in, versions
 from counterflow.errors import ConfigError
 from counterflow.verification.diagnosis.reruns import FirstOutput
 
@@ -32,20 +31,6 @@ Contents = tuple[Tensor | None, ...]
 
 CountSaved = Callable[[Tensor], None]
 """Function that counts a tensor as saved for a backward."""
-
-
-def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """A value with its tensors replaced; a tensor that occurs twice is replaced by one tensor."""
-    if isinstance(value, Tensor):
-        return function(value)
-    replaced: dict[int, Tensor] = {}
-
-    def once(tensor: Tensor) -> Tensor:
-        if id(tensor) not in replaced:
-            replaced[id(tensor)] = function(tensor)
-        return replaced[id(tensor)]
-
-    return pytree.tree_map_only(Tensor, once, value)
 
 
 def same_tensors(value: Any) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from counterflow.common.trees import each_tensor, versions
+from counterflow.common.trees import each_tensor, mapped, versions
 from counterflow.errors import ConfigError
 from counterflow.verification.diagnosis.comparison import distance
 from counterflow.verification.diagnosis.reruns import FirstOutput, rerun_error
@@ -22,7 +22,7 @@ from counterflow.verification.diagnosis.tolerances import ROW_FACTOR, square_roo
 from ..messages.values import Value, flatten_value, takes_gradient, unflatten_value
 from .interface import RunnableStage
 from .passes import Output, PlainPass, StagePass
-from .recomputation import Contents, copied, mapped, same_tensors
+from .recomputation import Contents, copied, same_tensors
 
 _NOTHING = nullcontext()
 

@@ -6,16 +6,26 @@ count. A storage that a running backward freed counts until the backward ends, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from typing_extensions import override
 
+from counterflow.api.aux_loss import added_losses
 from counterflow.common.tensors.dtensors import parts
-from counterflow.common.tensors.graphs import pointer, pointers, saved_by
+from counterflow.common.tensors.graphs import graph_of, pointer, pointers, saved_by
+from counterflow.common.trees import tensors_in
+
+from ..messages.values import Value
+from .named_layer import NamedLayer
+from .recomputation import InputGuard
+from .sample_rows import SampleRows
+from .stage_wrappers import Run, StageWrapper
 
 
 class SavedStorage:
@@ -107,3 +117,43 @@ class SavedBytes:
                 if self._storages.get(entry.pointer) is entry:
                     del self._storages[entry.pointer]
         collected.clear()
+
+
+def graph_bytes(constant: Iterable[Tensor], outputs: Sequence[Tensor]) -> int:
+    """Return the bytes that the graph of some outputs saves.
+
+    Args:
+        constant: tensors that do not count.
+        outputs: outputs of the graph.
+    """
+    count = SavedBytes(constant)
+    count.count_graph(graph_of(outputs), [])
+    return count.peak
+
+
+class LayerSavedBytes(StageWrapper):
+    """Bytes that each layer of a stage saves beyond its input, in graphs that end at every layer.
+
+    Args:
+        constant: tensors that do not count.
+
+    Attributes:
+        beyond: bytes by layer, in the order of the runs.
+        inputs: bytes of all layers' inputs.
+    """
+
+    def __init__(self, constant: Sequence[Tensor]) -> None:
+        self._constant = constant
+        self.beyond: list[int] = []
+        self.inputs = SavedBytes(constant)
+
+    @override
+    def wrap_layer(self, _: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+        inputs = list(tensors_in(value))
+        for tensor in inputs:
+            self.inputs.count(tensor, [])
+        with added_losses() as added:
+            output = run(InputGuard().as_input(value), step, rows)
+        outputs = [*tensors_in(output), *added.values()]
+        self.beyond.append(graph_bytes([*self._constant, *inputs], outputs))
+        return pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), output)

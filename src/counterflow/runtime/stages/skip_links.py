@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from counterflow.api.skip import LoadSkip, SaveSkip, Skip
 from counterflow.errors import ConfigError
 from counterflow.schedule.workload import SkipLink
 
 from .carrying import carries_in
-from .skips import LoadSkip, SaveSkip, Skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from counterflow.api.carry import NOTHING, Carry
+from counterflow.api.skip import Carried, Skip
 from counterflow.common.trees import versions
 from counterflow.errors import ConfigError
 
@@ -23,7 +24,6 @@ from .carrying import carries_in, carrying
 from .named_layer import NamedLayer, place_of
 from .sample_rows import SampleRows
 from .skip_links import LayerSkips, StageSkips, skips_in
-from .skips import Carried, Skip
 from .stage_wrappers import Run, StageWrapper
 
 

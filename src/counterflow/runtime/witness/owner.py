@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from counterflow.api.aux_loss import added_losses
+from counterflow.api.skip import Carried
 from counterflow.capture.layer import CapturedLayer
 from counterflow.common.tensors.torch_private import buffers_of
 from counterflow.common.trees import version_of
@@ -25,7 +26,6 @@ from ..stages.attributes import restored_attributes
 from ..stages.named_layer import NamedLayer
 from ..stages.randomness import RandomStreams
 from ..stages.sample_rows import SampleRows
-from ..stages.skips import Carried
 from ..stages.stage import LocalStage
 from ..stages.stage_wrappers import Run, StageWrapper
 from .sketches import CallKey, CallSketch, Sketch, sketches_of

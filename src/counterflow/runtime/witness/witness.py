@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from counterflow.api.skip import Carried
 from counterflow.capture.layer import CapturedLayer
 from counterflow.common.doubling import is_doubling
 from counterflow.errors import ConfigError, CounterflowError
@@ -32,14 +33,13 @@ from counterflow.verification.diagnosis.tolerances import MODELS
 from ..execution.outputs import part as part_of
 from ..execution.step import Workers
 from ..mini_batch.batch import Batch
-from ..mini_batch.losses import LossFunction, elements_in
+from ..mini_batch.loss_output import LossFunction, elements_in
 from ..mini_batch.unit_watch import UnitWatch, mean_loss
 from ..stages.aux_loss import split_aux_losses
 from ..stages.evaluation_mode import evaluating
 from ..stages.named_layer import NamedLayer
 from ..stages.randomness import RandomStreams
 from ..stages.remote import RemoteTensorError
-from ..stages.skips import Carried
 from ..stages.stage import LocalStage
 from ..transport.base import PeerLost, TimedOut
 from .comparison import Comparison, Result, same

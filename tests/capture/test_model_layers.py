@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from counterflow.capture.model_layers import ListLayers, layers_of, parameter_count, state_names
 from counterflow.errors import ConfigError
-from counterflow.runtime.stages.layers import ListLayers, layers_of, parameter_count, state_names
 
 
 class Tower(nn.Module):

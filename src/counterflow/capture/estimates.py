@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from counterflow.errors import ConfigError
 
-from .layers import Activation
+from .model_layers import Activation
 
 
 def estimated_costs(

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from counterflow.capture.estimates import estimated_costs
 from counterflow.errors import ConfigError
 from counterflow.models import (
     BERTConfig,
     GPTConfig,
     ResNeXtConfig,
 )
-from counterflow.runtime.stages.estimates import estimated_costs
 from counterflow.schedule.cuts import balance
 
 GPT = GPTConfig(layers=2, hidden=16, heads=2, vocabulary=40, positions=8)
