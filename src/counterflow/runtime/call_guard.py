@@ -41,8 +41,6 @@ class TransportUser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """A call that failed: its error in words, and what that says of other workers."""
-
     message: str
     consequence: bool
     lost: bool

@@ -75,7 +75,6 @@ class CutProbe:
             batch.input_cuts.end(first, others, warns=batch.inputs is not None)
 
     def _verdict(self, batch: Batch, way: int | None) -> Verdict:
-        """Verdict on a way to cut, on all workers of the replica."""
         outputs, sizes = list[Any](), list[int]()
         verdict = Verdict.UNKNOWN
         for which in range(_UNITS):

@@ -165,7 +165,6 @@ def generated(
 
 
 def _all_ended(workers: Workers, sampling: Sampling, ended: Tensor) -> bool:
-    """Whether the samples of all replicas have ended."""
     if sampling.end is None:
         return False
     here = bool(ended.all())
@@ -204,11 +203,6 @@ def _everywhere(
 
 
 def _refuse_other(settings: Settings, rank: int, other: Settings, other_rank: int) -> None:
-    """Refuse workers of a replica that would choose other tokens.
-
-    Raises:
-        ConfigError: their settings differ.
-    """
     if other != settings:
         raise ConfigError(
             f"generate: rank {rank} has {settings}, and rank {other_rank} of its replica {other}; give all "
@@ -217,11 +211,6 @@ def _refuse_other(settings: Settings, rank: int, other: Settings, other_rank: in
 
 
 def _refuse_between_replicas(first: Settings, settings: Settings, rank: int) -> None:
-    """Refuse a replica that would run another number of times.
-
-    Raises:
-        ConfigError: its number of tokens differs, or one replica alone has an end.
-    """
     if (settings.tokens, settings.end is None) != (first.tokens, first.end is None):
         raise ConfigError(
             f"generate: rank 0 has {first}, and rank {rank} {settings}; replicas run together, so give all "

@@ -107,7 +107,6 @@ class StateDicts:
             yield from self._local.stream(rank)
 
     def _consumed(self, pairs: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Iterate to the end, even if the caller stops early."""
         try:
             while (pair := self._next(pairs)) is not None:
                 yield pair

@@ -194,11 +194,6 @@ def _refuse_balances(schedule: Schedule, execution: Execution) -> None:
 
 
 def _refuse_slices(schedule: Schedule, execution: Execution, dims: ParallelDims) -> None:
-    """Refuse what does not go with slices.
-
-    Raises:
-        ConfigError: it is asked for.
-    """
     slices = f"{schedule.scheme} in {schedule.workload.slices} slices"
     if execution.deferred_batch_norm:
         raise ConfigError(
@@ -224,7 +219,6 @@ def _split(schedule: Schedule, stages: dict[int, LocalStage]) -> tuple[int, ...]
 def _means(
     model: PartitionedModel, loss_function: LossFunction | None, batching: Batching
 ) -> MeanLossDetector:
-    """Return the detector of means in the last stage's loss."""
     synchronous, insists = model.schedule.synchronous, batching.per_micro_batch_loss
     if insists and not synchronous:
         return UNWATCHED

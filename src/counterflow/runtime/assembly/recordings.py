@@ -95,11 +95,6 @@ class Recordings:
                         self._adopt(recording, slot, environment, names)
 
     def _agree(self, step: int, digest: int) -> None:
-        """Agree with the other workers on the change.
-
-        Raises:
-            ConfigError: another worker has none, or has set other values.
-        """
         rows = agreed_call(CallReport(CallKind.RECORD, step, kind=digest), self._transport)
         other = next((rank for rank, row in enumerate(rows) if row.kind != digest), None)
         if other is not None:

@@ -85,7 +85,6 @@ def runners_of(
 
 
 def _roots(held: LocalStages) -> dict[int, list[Root]]:
-    """Modules that a worker runs, by stage: layers and, with the last stage, the loss function."""
     found: dict[int, list[Root]] = {}
     for stage, copy in held.stages.items():
         found[stage] = [(layer.index, layer.module) for layer in copy.layers]
@@ -95,7 +94,6 @@ def _roots(held: LocalStages) -> dict[int, list[Root]]:
 
 
 def _segments(model: PartitionedModel, execution: Execution, workers: Workers, weights: Weights) -> Segments:
-    """The proved lists of all workers, and how they repeat."""
     schedule, transport = model.schedule, workers.transport
     shared = Shared(weights.ties, model.statistics)
     if schedule.synchronous:

@@ -202,7 +202,6 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 def _can_join(values: Sequence[Any], sizes: Sequence[int], batch: Batch) -> bool:
-    """True if each value is one tensor with the unit's samples in its first dimension."""
     return batch.input_dims == 0 and all(
         size > 0 and isinstance(value, Tensor) and value.dim() > 0 and not value.shape[0] % size
         for value, size in zip(values, sizes, strict=True)

@@ -140,11 +140,6 @@ class Outputs:
         return loss.loss * (entry.by * batch.loss_scale)
 
     def _loss(self, copy: LocalStage, batch: Batch, output: Any, target: Any, rows: SampleRows) -> Any:
-        """Call the loss function.
-
-        Raises:
-            ConfigError: it fails, and on targets that are as many as the mini-batch's samples.
-        """
         assert self._loss_function is not None
         try:
             return copy.loss((self._loss_function, output, target), batch.step, rows)

@@ -316,7 +316,6 @@ class Batches:
             )
 
     def _compares(self, step: int) -> bool:
-        """True if the copies of stages are compared after this step."""
         if not self._digest_every:
             return False
         first, self._positions_may_differ = self._positions_may_differ, False

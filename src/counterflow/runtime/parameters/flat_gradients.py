@@ -111,7 +111,6 @@ class FlatGradients:
             self.tail.copy_(torch.tensor(used))
 
     def _changes(self) -> list[int]:
-        """How often each gradient was changed."""
         return [
             view._version if shown is view else view._version + shown._version  # noqa: SLF001 - documented as it
             for view, shown in zip(self.views, self._shown, strict=True)
@@ -155,7 +154,6 @@ class FlatGradients:
 
 
 def _put(parameter: nn.Parameter, gradient: Tensor | None, dtype: torch.dtype | None = None) -> None:
-    """Let a parameter have a gradient, perhaps not of its own dtype; or none, and take one of ``dtype``."""
     wanted = dtype if gradient is None else gradient.dtype
     if parameter.grad_dtype is not wanted:
         parameter.grad = None

@@ -93,7 +93,6 @@ class LocalState:
         return {name: copy for names, copy in pairs for name in names}
 
     def _state_of(self, stage: int) -> Iterator[tuple[Sequence[str], Any]]:
-        """Names and value of all that a stage's state has."""
         for layer in self._stages[stage].with_weights:
             for name, value in layer.state().items():
                 full = layer.names[name]

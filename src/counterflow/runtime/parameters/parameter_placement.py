@@ -86,7 +86,6 @@ class ParameterPlacement:
         return self._updated.get(stage, ())
 
     def _make(self) -> None:
-        """Group the worker's parameters by who else holds them; see ``GradientGroup``."""
         grouped: set[int] = set()
         parameters = {stage: named_parameters(copy, self._names) for stage, copy in self._stages.items()}
         for name, stages in shared_names(self._names).items():

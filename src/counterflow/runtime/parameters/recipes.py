@@ -130,11 +130,6 @@ class Recipes:
 
 
 def _refuse_other(known: Recipe, recipe: Recipe, first: int, rank: int, where: str, *, groups: bool) -> None:
-    """Refuse a recipe that differs from another rank's.
-
-    Raises:
-        ConfigError: it does.
-    """
     pairs: list[tuple[Mapping[str, str], Mapping[str, str], str]] = [(known.options, recipe.options, "")]
     if groups:
         counts = [{"groups": str(len(recipe_of_rank.groups))} for recipe_of_rank in (known, recipe)]
@@ -159,7 +154,6 @@ def _of_scheduler(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _in_words(values: Mapping[str, Any], without: set[str] | None = None) -> Iterator[tuple[str, str]]:
-    """The options among some values that are equal on all workers, by name."""
     for name, value in values.items():
         if name in _FOR_SPEED or (without and name in without):
             continue

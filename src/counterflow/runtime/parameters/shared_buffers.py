@@ -167,15 +167,6 @@ class SharedBuffers:
 
 
 class _Watched:
-    """A shared buffer in one stage of this worker.
-
-    Args:
-        module: the module that has it.
-        name: its name there.
-        stage: the stage.
-        places: all places of the buffer.
-    """
-
     def __init__(self, module: nn.Module, name: str, stage: int, places: SharedBuffer) -> None:
         self.module, self.name, self.stage, self.places = module, name, stage, places
         self._shared_module = len({id(_owner(place)) for place in places}) < len(places)

@@ -91,7 +91,6 @@ class Stream:
                 yield name, value
 
     def _tensor(self, known: _Shape, local_tensor: Tensor | None, source: int) -> Tensor | None:
-        """A tensor, on the hosts of the workers that ask for it."""
         here = source == self.transport.rank
         if self.asks is None:
             tensor = (
@@ -125,7 +124,6 @@ class Stream:
 
 
 def _described(value: Any) -> Any:
-    """Description of a tensor, sent before its values; for numbers and other objects, the value."""
     if is_dtensor(value) or (type(value) in _PLAIN and value.dim()):
         return _Shape(tuple(value.shape), value.dtype)
     return _on_host(value) if isinstance(value, Tensor) else deepcopy(value)
@@ -136,7 +134,6 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def _pieces(tensor: Tensor) -> Sequence[Tensor]:
-    """A host tensor as bytes in the same memory, in pieces."""
     if not tensor.numel():
         return ()
     return list(tensor.reshape(-1).view(torch.uint8).split(_PIECE_BYTES))

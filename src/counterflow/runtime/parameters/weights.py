@@ -376,7 +376,6 @@ class Weights:
         self.digests.check(when)
 
     def _compared(self, buffers: bool) -> dict[Key, list[Tensor]]:
-        """What is compared with what others hold of it."""
         compared: dict[Key, list[Tensor]] = defaultdict(list)
         for stage, copy in self.stages.items():
             for name, tensor in named_tensors(copy, self.names, buffers=buffers):

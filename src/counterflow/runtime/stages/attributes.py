@@ -55,5 +55,4 @@ def _attributes(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _saved(container: Any) -> DictEntries | Items:
-    """Entries of a container as they are now."""
     return DictEntries("", container) if type(container) is dict else Items("", container)

@@ -133,8 +133,6 @@ class Compiled:
 
 
 class _Graphs:
-    """Number of graphs of some layers."""
-
     def __init__(self) -> None:
         self.most = self.all = 0
         """Maximum in one run, and the sum of all runs."""
@@ -251,7 +249,6 @@ def _drops(module: nn.Module) -> bool:
 
 
 def _state(layers: Sequence[NamedLayer]) -> list[tuple[int, int]]:
-    """Identity and version of the layers' buffers."""
     tables = (buffers_of(child) for layer in layers for child in layer.module.modules())
     return [
         (id(buffer), buffer._version)  # noqa: SLF001 - documented as it

@@ -288,8 +288,6 @@ def _is_custom(node: Node) -> bool:
 
 
 class _UnionFind:
-    """Connected components of nodes."""
-
     def __init__(self, nodes: Iterable[int]) -> None:
         self._next = {n: n for n in nodes}
 

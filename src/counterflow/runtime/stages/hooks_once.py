@@ -90,8 +90,6 @@ class HooksOnce(TorchFunctionMode, StageWrapper):
 
 
 class _CalledOnce:
-    """A hook of one micro-batch's tensor."""
-
     __slots__ = ("_called", "_hook", "_hooks", "_result")
 
     def __init__(self, hook: Callable[[Tensor], Tensor | None], hooks: HooksOnce) -> None:

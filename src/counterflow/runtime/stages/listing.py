@@ -43,11 +43,6 @@ class Listing:
             refuse_root(model)
 
     def _refuse(self, layers: Sequence[nn.Module]) -> None:
-        """Refuse the first layer that differs.
-
-        Raises:
-            ConfigError: always.
-        """
         pairs = zip(layers, self._layers, strict=False)
         index = next((i for i, (new, old) in enumerate(pairs) if new is not old), None)
         if index is None:
@@ -62,5 +57,4 @@ class Listing:
 
 
 def _modules(model: Model) -> list[nn.Module]:
-    """Modules in order, with those that stand there twice."""
     return list(model)  # type: ignore[arg-type]

@@ -191,7 +191,6 @@ def _objects(module: nn.Module) -> list[object]:
 
 
 def _changeable(memo: Mapping[int, Any]) -> set[int]:
-    """Mutable objects that were copied, by identity."""
     originals = cast("Collection[object]", memo.get(id(memo), ()))  # deepcopy stores them under this key
     constant = [value for value in originals if isinstance(value, _CONSTANT) or _is_frozen(value)]
     immutable = {id(value) for value in constant} | {

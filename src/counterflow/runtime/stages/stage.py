@@ -136,7 +136,6 @@ class LocalStage:
         return list(zip(self.layers, runs, numbers, strict=True))
 
     def _compose(self) -> None:
-        """Make the stage's runs; of wrappers the outermost comes first."""
         precision = None if self.precision.plain else self.precision
         compiles = self._compiled is not None
         hooks = self.split_planner.hooks if self._splits and not compiles else None

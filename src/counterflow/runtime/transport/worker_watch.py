@@ -395,7 +395,6 @@ class Watch:
         return None
 
     def _sleep(self, seconds: float) -> bool:
-        """Sleep; return True if the watch was stopped."""
         stopped = self._stop.wait(seconds)
         if not stopped and self._agent is not None and os.getppid() != self._agent:
             self._end("the process that started it is gone")

@@ -93,8 +93,6 @@ class StageResult(NamedTuple):
 
 
 class _Draws(StageWrapper):
-    """Sees whether layers draw random numbers."""
-
     def __init__(self, streams: RandomStreams) -> None:
         self._streams, self.any = streams, False
 

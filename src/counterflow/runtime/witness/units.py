@@ -50,7 +50,6 @@ class Units:
 
     @cached_property
     def _pipes(self) -> dict[int, tuple[int, int]]:
-        """Pipe, and number of parts of the last stage's op, by micro-batch."""
         schedule = self._schedule
         count, last = schedule.micro_batches, schedule.stages - 1
         pipes: dict[int, tuple[int, int]] = {}

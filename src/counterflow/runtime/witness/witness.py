@@ -302,7 +302,6 @@ class Witness:
     def _layers_in_turn(
         self, comparison: Comparison, rounds: Rounds, *, repeats: bool = False
     ) -> Result | None:
-        """Run the layers one after another; return the result on the worker that compares."""
         unit = comparison.unit
         value = rounds.gather(comparison.value)[unit.inputs_rank]
         if self._rank != unit.rank:
@@ -373,16 +372,6 @@ class Witness:
         return _SAME if same(result, comparison.schedule_result(), self._least) else _DIFFERENT
 
     def _compare_layers(self, comparison: Comparison, rounds: Rounds, *, differs: bool = False) -> None:
-        """Run the model's own forward and the layers one after another, and compare their calls.
-
-        Args:
-            comparison: the comparison.
-            rounds: calls to other workers.
-            differs: whether the unit's loss or output is known to differ.
-
-        Raises:
-            ConfigError: they differ.
-        """
         sketches: list[dict[Any, CallSketch]] = []
         results: list[Result | None] = []
         for run in (self._forward, self._layers_in_turn):

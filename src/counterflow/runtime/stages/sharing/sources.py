@@ -109,7 +109,6 @@ class _Source:
         return uses
 
     def _of_chain(self, node: ast.AST, rest: list[Step], changed: Collection[Hashable]) -> Use:
-        """The use of one expression, from which the object is some steps away."""
         while rest:
             outer = self._parents.get(node)
             if _is_set(node):
@@ -127,7 +126,6 @@ class _Source:
         return self._of_object(node, changed)
 
     def _of_object(self, node: ast.AST, changed: Collection[Hashable]) -> Use:
-        """The use of the expression that is the object."""
         outer = self._parents.get(node)
         if _is_set(node):
             return Use.WRITE

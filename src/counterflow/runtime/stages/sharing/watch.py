@@ -180,7 +180,6 @@ def _layer(path: Path) -> int:
 
 
 def _shown(path: Path, changed: set[Hashable]) -> str:
-    """A path as code has it, with the entry that is changed."""
     text = "self" if path[1:] and path[1][0] in {Kind.MEMBER, Kind.ATTRIBUTE} else ""
     for kind, name in path[1:]:
         if kind in {Kind.NAME, Kind.VARIABLE, Kind.MODULE}:
