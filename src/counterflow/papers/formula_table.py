@@ -18,8 +18,8 @@ class Quantity(Enum):
 
     STEP = "makespan"
     STEADY_STEP = "steady step"
-    BUBBLE_RATIO = "bubble assumptions.ratio"
-    STEADY_BUBBLE_RATIO = "steady bubble assumptions.ratio"
+    BUBBLE_RATIO = "bubble ratio"
+    STEADY_BUBBLE_RATIO = "steady bubble ratio"
     ACTIVATIONS = "most activations of a worker"
     ALL_ACTIVATIONS = "activations of all workers, in whole models"
     WEIGHTS = "most stages held by a worker"

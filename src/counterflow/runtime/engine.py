@@ -34,6 +34,7 @@ from .stages.listing import Listing
 from .stages.randomness import RandomStreams
 from .state_dicts import StateDicts
 from .training_steps import TrainingSteps
+from .transport.base import Transport
 from .witness.witness import Witness
 from .workers.lease import Lease, open_lease
 
@@ -79,21 +80,19 @@ class Engine:
     inspection: Inspection
 
 
-def build_engine(arguments: Arguments, owner: TransportUser) -> Engine:
+def build_engine(arguments: Arguments, transport: Transport, owner: TransportUser) -> Engine:
     """Build a worker's engine; all workers call it.
 
     Args:
-        arguments: arguments of the pipeline.
+        arguments: arguments of the pipeline, checked.
+        transport: transport to the other workers.
         owner: the pipeline, as others on the same transport see it.
 
     Raises:
         ConfigError: the model, the schedule and the workers do not fit together.
         ScheduleError: the checker does not accept the schedule.
     """
-    arguments = arguments.captured()
-    arguments.refuse()
     execution, batching = arguments.execution, arguments.batching
-    transport = arguments.open_transport()
     refuse_sharded(arguments.model)
     further = further_mesh(arguments.mesh, arguments.parallelize, transport)
     mesh = rank_mesh(transport.rank, transport.world_size, arguments.schedule, arguments.mesh)

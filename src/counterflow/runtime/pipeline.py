@@ -127,12 +127,13 @@ class Pipeline(PipelineStates, PipelineProperties):
             parallelize=parallelize,
             transport=transport,
             device=device,
-        )
-        self._engine = engine = build_engine(arguments, self)
+        ).checked()
+        self.transport = arguments.open_transport()
+        self._engine = engine = build_engine(arguments, self.transport, self)
         local, workers = engine.local, engine.workers
         self.execution, self.batching = execution, batching
         self.schedule, self.cuts = engine.model.schedule, engine.model.cuts
-        self.transport, self.device = workers.transport, workers.transport.device
+        self.device = self.transport.device
         self.ranks, self.replicas = workers.ranks, workers.replicas
         self.replica, self.worker = workers.replica, workers.worker
         self.stages, self.loss_function, self.dims = local.stages, local.loss_function, local.dims

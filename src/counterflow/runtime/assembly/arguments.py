@@ -56,12 +56,21 @@ class Arguments:
     transport: Transport | str | None
     device: torch.device | str | None
 
-    def captured(self) -> Arguments:
-        """Arguments with the layers of ``example`` in its place.
+    def checked(self) -> Arguments:
+        """Arguments that a worker can run, with the layers of ``example`` in its place.
 
         Raises:
-            ConfigError: layers cannot be captured, or are listed as well.
+            ConfigError: layers cannot be captured, or are listed as well; or the schedule cannot run, alone
+                or with these options.
         """
+        arguments = self._captured()
+        parallelized = self.parallelize is not None
+        refuse_what_cannot_run(self.schedule)
+        refuse_unsharded(self.execution, self.schedule, parallelized=parallelized)
+        refuse_uncompressed(self.execution, self.schedule, parallelized=parallelized)
+        return arguments
+
+    def _captured(self) -> Arguments:
         if self.example is None:
             return self
         list_layers, costs = captured_layers(
@@ -73,17 +82,6 @@ class Arguments:
             stages=self.schedule.stages,
         )
         return replace(self, list_layers=list_layers, costs=costs, example=None)
-
-    def refuse(self) -> None:
-        """Refuse a schedule that cannot run, alone or with these options.
-
-        Raises:
-            ConfigError: it cannot.
-        """
-        parallelized = self.parallelize is not None
-        refuse_what_cannot_run(self.schedule)
-        refuse_unsharded(self.execution, self.schedule, parallelized=parallelized)
-        refuse_uncompressed(self.execution, self.schedule, parallelized=parallelized)
 
     def open_transport(self) -> Transport:
         """Transport to the other workers, by default that of the launch."""
