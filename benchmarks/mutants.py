@@ -56,11 +56,18 @@ MODULES: dict[str, tuple[str, ...]] = {
     "runtime/parameters/gradients.py": (
         *("runtime/parameters/test_gradient_groups.py", "runtime/parameters/test_gradients.py"),
     ),
+    "runtime/parameters/flat_gradients.py": (
+        *("runtime/parameters/test_gradient_groups.py", "runtime/parameters/test_low_precision.py"),
+    ),
+    "runtime/parameters/gradient_norms.py": (
+        *("runtime/parameters/test_gradient_groups.py", "runtime/parameters/test_gradients.py"),
+    ),
     "verification/training_agreement.py": (
         *("verification/test_compare.py", "verification/test_training_agreement.py"),
         *("verification/test_reference.py", "verification/test_verify.py"),
     ),
     "verification/reference.py": ("verification/test_reference.py", "verification/test_verify.py"),
+    "verification/reference_parts.py": ("verification/test_reference.py", "verification/test_verify.py"),
     "training/supervision/exclusive.py": ("training/supervision/test_exclusive.py",),
     "checkpoints/index.py": ("checkpoints/test_index.py", "checkpoints/test_renames.py"),
 }
