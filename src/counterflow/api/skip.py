@@ -142,8 +142,8 @@ class LoadSkip(nn.Module):
 
     def forward(self, value: Any = NOTHING) -> Any:
         """(``value``, what was saved), or without ``value`` what was saved."""
-        found = self.skip._get()  # noqa: SLF001 - it is the skip's other half
-        return found if value is NOTHING else (value, found)
+        saved = self.skip._get()  # noqa: SLF001 - it is the skip's other half
+        return saved if value is NOTHING else (value, saved)
 
     def extra_repr(self) -> str:
         """Its name."""

@@ -205,7 +205,9 @@ def _refuse_other_residuals(
         entry = state_name(key)
         if entry.kind == RESIDUAL:
             saved.setdefault(str(entry.of), []).append(str(entry.slot))
-    holders = {name: group.ranks for group in pipeline.weights.placement.every() for name in group.residuals}
+    holders = {
+        name: group.ranks for group in pipeline.weights.placement.all_gradients() for name in group.residuals
+    }
     for entry in entries if saved else ():
         if entry.kind == RESIDUAL:
             first = str(state_name(stored[entry]).of) if entry in stored else str(entry.of)

@@ -104,7 +104,7 @@ class CallGuard:
         if self._lease.closed:
             raise ConfigError("the pipeline is closed; make another one")
         by_order = self._transport.matching is Matching.ORDER
-        if by_order and any(other.in_flight for other in self._lease.other_owners()):
+        if by_order and any(pipeline.in_flight for pipeline in self._lease.other_owners()):
             raise ConfigError(
                 "another pipeline of these workers has mini-batches in flight, and over "
                 f"{self._transport.kind} its messages would be taken for this one's; flush() it before"
@@ -112,8 +112,8 @@ class CallGuard:
 
     def require_sole_trainer(self, model: PartitionedModel) -> None:
         """Refuse a step where another pipeline has several versions of some layers' weights in use."""
-        for other in self._lease.other_owners():
-            shared = other.layer_in_use(model)
+        for pipeline in self._lease.other_owners():
+            shared = pipeline.layer_in_use(model)
             if shared is not None:
                 raise ConfigError(
                     f"{shared} is trained by another pipeline too, whose mini-batches in flight need earlier "

@@ -63,16 +63,16 @@ class CutProbe:
         """
         if not batch.ways:
             return
-        others: list[Verdict] = []
+        verdicts: list[Verdict] = []
         with torch.no_grad():
             first = self._verdict(batch, None)
             if first in {Verdict.DIFFERENT, Verdict.NEITHER, Verdict.FAILED}:
                 for way in range(batch.ways):
-                    others.append(self._verdict(batch, way))
-                    if others[-1] is Verdict.SAME:
+                    verdicts.append(self._verdict(batch, way))
+                    if verdicts[-1] is Verdict.SAME:
                         break
         if batch.input_cuts is not None:
-            batch.input_cuts.end(first, others, warns=batch.inputs is not None)
+            batch.input_cuts.end(first, verdicts, warns=batch.inputs is not None)
 
     def _verdict(self, batch: Batch, way: int | None) -> Verdict:
         outputs, sizes = list[Any](), list[int]()
@@ -99,9 +99,13 @@ class CutProbe:
             control.send_described([number], ranks[self._judge], self._reports[worker]).wait()
             (answer,) = control.receive_described(ranks[self._judge], self._answers[worker]).wait()
             return Verdict(int(answer.item()))
-        others = [each for each in range(len(ranks)) if each != worker]
-        for arrival in [control.receive_described(ranks[each], self._reports[each]) for each in others]:
+        senders = [sender for sender in range(len(ranks)) if sender != worker]
+        for arrival in [
+            control.receive_described(ranks[sender], self._reports[sender]) for sender in senders
+        ]:
             arrival.wait()
-        for sent in [control.send_described([number], ranks[each], self._answers[each]) for each in others]:
+        for sent in [
+            control.send_described([number], ranks[sender], self._answers[sender]) for sender in senders
+        ]:
             sent.wait()
         return verdict

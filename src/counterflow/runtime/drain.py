@@ -66,7 +66,7 @@ class Drain:
         with self._guard.reported(), self._owned.used(), self._streams.step():
             reports = self._end()
             seconds = time.perf_counter() - began
-            unreported += [each.step_of(each.step, seconds / len(reports)) for each in reports]
+            unreported += [report.step_of(report.step, seconds / len(reports)) for report in reports]
             if self._compares:
                 self._weights.check_copies(f"after step {self._guard.steps - 1}")
         return unreported
@@ -78,7 +78,7 @@ class Drain:
     def end_steps(self) -> None:
         """End the steps in flight, within a call of all workers that goes on afterwards."""
         if self._runner.in_flight:
-            self._unreported += [each.step_of(each.step, 0.0) for each in self._end()]
+            self._unreported += [report.step_of(report.step, 0.0) for report in self._end()]
 
     def _end(self) -> list[MiniBatch]:
         call = CallReport(CallKind.FLUSH, self._guard.steps, follows=True)

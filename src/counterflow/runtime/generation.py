@@ -96,14 +96,14 @@ class GenerationCheck:
         """Whether the ``token``-th of ``tokens`` that run alone after a prompt is to be compared."""
         return token > self._compared and (token == tokens or is_doubling(token))
 
-    def compare(self, token: int, ours: Tensor, whole: Tensor) -> None:
+    def compare(self, token: int, alone: Tensor, together: Tensor) -> None:
         """Compare the logits of a token that ran alone with those of the whole sequence.
 
         Raises:
             ConfigError: they differ.
         """
-        difference = distance(whole, ours, skip_non_finite=False)
-        if difference > ACTIVATIONS.of(ours.dtype):
+        difference = distance(together, alone, skip_non_finite=False)
+        if difference > ACTIVATIONS.of(alone.dtype):
             raise ConfigError(
                 f"generate: the logits of token {token} after the prompt differ by {difference:.2g} of the "
                 "largest from those of the whole sequence in one piece; a layer looks at earlier positions, "
@@ -179,10 +179,10 @@ def _everywhere(
     Raises:
         ConfigError: a replica has none, none has samples, or workers have other settings.
     """
-    own = prompt.cpu() if isinstance(prompt, Tensor) and 0 in stages else None
+    local_prompt = prompt.cpu() if isinstance(prompt, Tensor) and 0 in stages else None
     rows = cast(
         "Sequence[tuple[Settings, Tensor | None]]",
-        workers.transport.gather_objects((sampling.settings, own)),
+        workers.transport.gather_objects((sampling.settings, local_prompt)),
     )
     for ranks in workers.ranks:
         for rank in ranks:
@@ -191,10 +191,12 @@ def _everywhere(
     prompts = [
         next((rows[rank][1] for rank in ranks if rows[rank][1] is not None), None) for ranks in workers.ranks
     ]
-    for replica, each in enumerate(prompts):
-        legal = each is not None and each.dim() == 2 and each.dtype is torch.int64 and each.shape[1] > 0
-        if not legal or not any(len(other) for other in prompts if other is not None):
-            shown = "nothing" if each is None else f"{each.dtype} of shape {(*each.shape,)}"
+    for replica, tensor in enumerate(prompts):
+        legal = (
+            tensor is not None and tensor.dim() == 2 and tensor.dtype is torch.int64 and tensor.shape[1] > 0
+        )
+        if not legal or not any(len(samples) for samples in prompts if samples is not None):
+            shown = "nothing" if tensor is None else f"{tensor.dtype} of shape {(*tensor.shape,)}"
             where = f" in replica {replica}" if len(prompts) > 1 else ""
             raise ConfigError(
                 f"generate needs a prompt [samples, positions] of int64, and was given {shown}{where}"
@@ -202,11 +204,11 @@ def _everywhere(
     return cast("Tensor", prompts[workers.replica])
 
 
-def _refuse_other(settings: Settings, rank: int, other: Settings, other_rank: int) -> None:
-    if other != settings:
+def _refuse_other(settings: Settings, rank: int, expected: Settings, other_rank: int) -> None:
+    if expected != settings:
         raise ConfigError(
-            f"generate: rank {rank} has {settings}, and rank {other_rank} of its replica {other}; give all "
-            "workers of a replica the same"
+            f"generate: rank {rank} has {settings}, and rank {other_rank} of its replica {expected}; give "
+            "all workers of a replica the same"
         )
 
 
@@ -221,8 +223,8 @@ def _refuse_between_replicas(first: Settings, settings: Settings, rank: int) -> 
 def _logits(workers: Workers, batch: Batch) -> Tensor:
     """Logits at the last position, [samples, vocabulary], in the samples' order, on every worker's CPU."""
     outputs = cast("dict[Unit, Any]", batch.outputs)
-    mine = {unit: _last_of(output).cpu() for unit, output in outputs.items()}
-    rows = cast("list[dict[Unit, Tensor]]", workers.transport.gather_objects(mine))
+    local_logits = {unit: _last_of(output).cpu() for unit, output in outputs.items()}
+    rows = cast("list[dict[Unit, Tensor]]", workers.transport.gather_objects(local_logits))
     by_unit: dict[Unit, Tensor] = {}
     for rank in workers.ranks[workers.replica]:
         by_unit |= rows[rank]
@@ -230,14 +232,14 @@ def _logits(workers: Workers, batch: Batch) -> Tensor:
 
 
 def _last_of(output: Any) -> Tensor:
-    found = output
-    if not isinstance(found, Tensor):
-        found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-    if not (isinstance(found, Tensor) and found.dim() == 3 and found.is_floating_point()):
+    logits = output
+    if not isinstance(logits, Tensor):
+        logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    if not (isinstance(logits, Tensor) and logits.dim() == 3 and logits.is_floating_point()):
         shown = type(output).__name__
         if isinstance(output, Tensor):
             shown = f"{output.dtype} of shape {(*output.shape,)}"
         raise ConfigError(
             f"generate needs logits [samples, positions, vocabulary], and the last layer gives {shown}"
         )
-    return found[:, -1]
+    return logits[:, -1]

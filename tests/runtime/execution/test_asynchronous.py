@@ -122,7 +122,7 @@ def _steps(
     before = pipeline.in_flight
     flushed = pipeline.flush()
     assert (before, pipeline.in_flight) == (True, False)
-    held = [copy.versions.held for copy in pipeline.stages.values() if copy.versions is not None]
+    held = [copy.versions.stored for copy in pipeline.stages.values() if copy.versions is not None]
     return steps, flushed, pipeline.peak_versions, tuple(v for row in held for v in row)
 
 
@@ -313,7 +313,7 @@ def test_versions() -> None:
     with torch.no_grad(), versions.unseen():
         weight.add_(1.0)
     assert weight._version == before
-    assert list(versions.held) == [0, 1]
+    assert list(versions.stored) == [0, 1]
     assert made == [2]
     versions.use(0)
     assert torch.equal(weight, first)
@@ -322,7 +322,7 @@ def test_versions() -> None:
     versions.make(2, (0,))  # in the storage of version 0
     assert made == [2]
     versions.make(3, (1, 2))  # in place
-    assert list(versions.held) == [3]
+    assert list(versions.stored) == [3]
     assert versions.peak == 2
     with pytest.raises(Exception, match="version 1 of stage 0 is not there, only 3"):
         versions.use(1)

@@ -34,8 +34,8 @@ def started(schedule: Schedule, sync: str, barrier: bool) -> tuple[Sums, list[in
         barrier=barrier,
     )
     stage_of = {
-        flat.whole.untyped_storage().data_ptr(): stage
-        for stage, groups in pipeline.weights.placement.own.items()
+        flat.buffer.untyped_storage().data_ptr(): stage
+        for stage, groups in pipeline.weights.placement.by_stage.items()
         for group in groups
         for flat in group._flats
     }

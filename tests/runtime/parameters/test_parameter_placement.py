@@ -79,22 +79,22 @@ ALONE, TWO_REPLICAS = dims_of(1, 2), dims_of(2, 2)
 def test_a_pipeline_alone_shares_nothing() -> None:
     for rank in range(2):
         found, asked = placement_of(linears(2), [[0], [1]], dims=ALONE, rank=rank)
-        assert (asked, found.made, found.worker) == ([], [], rank)
+        assert (asked, found.created, found.worker) == ([], [], rank)
         assert found.groups == {rank: None}
-        assert not any((found.tied, found.apart, found.tied_apart))
+        assert not any((found.tied, found.split_ties, found.split_tied))
         names = [f"{rank}.weight", f"{rank}.bias"]
-        assert [*map(shown, found.own[rank])] == [(rank, names, None, True)]
-        assert [*map(shown, found.every())] == [(rank, names, None, True)]
+        assert [*map(shown, found.by_stage[rank])] == [(rank, names, None, True)]
+        assert [*map(shown, found.all_gradients())] == [(rank, names, None, True)]
 
 
 def test_replicas_hold_the_same_and_the_first_counts_it() -> None:
     for rank in range(4):
         found, asked = placement_of(linears(2), [[0], [1]], dims=TWO_REPLICAS, rank=rank)
         assert asked == [(0, 2), (1, 3)], "all make the groups of all, in one order"
-        assert [group.ranks for group in found.made] == asked
+        assert [group.ranks for group in found.created] == asked
         stage, mine = rank % 2, asked[rank % 2]
         assert ranks_of(found.groups) == {stage: mine}
-        assert [*map(shown, found.own[stage])] == [
+        assert [*map(shown, found.by_stage[stage])] == [
             (stage, [f"{stage}.weight", f"{stage}.bias"], mine, rank < 2)
         ]
 
@@ -103,9 +103,9 @@ def test_copies_of_a_stage_in_one_pipeline_are_counted_by_the_first_holder() -> 
     for rank in range(2):
         found, asked = placement_of(linears(2), [[0, 1], [1, 0]], dims=ALONE, rank=rank)
         assert asked == [(0, 1)], "one group for all that the same ranks hold"
-        assert found.groups[0] is found.groups[1] is found.made[0]
-        assert [*found.own] == [0, 1]
-        counted = [(found.own[stage][0].counted) for stage in range(2)]
+        assert found.groups[0] is found.groups[1] is found.created[0]
+        assert [*found.by_stage] == [0, 1]
+        counted = [(found.by_stage[stage][0].counted) for stage in range(2)]
         assert counted == [rank == 0, rank == 1]
 
 
@@ -122,27 +122,30 @@ def test_a_tied_weight_is_one_of_all_its_stages() -> None:
     assert asked == [(0, 2)]
     assert [*found.tied] == [(0, 2)]
     assert [*map(shown, found.tied[0, 2])] == [(2, ["0.weight"], (0, 2), False)]
-    assert [*map(shown, found.own[2])] == [(2, ["2.bias"], None, True)]
-    assert [*map(shown, found.every())] == [(2, ["0.weight"], (0, 2), False), (2, ["2.bias"], None, True)]
-    assert found.apart == {2: ("0.weight", (0, 2))}
-    assert found.tied_apart == {"0.weight": modules[0][0].weight}
+    assert [*map(shown, found.by_stage[2])] == [(2, ["2.bias"], None, True)]
+    assert [*map(shown, found.all_gradients())] == [
+        (2, ["0.weight"], (0, 2), False),
+        (2, ["2.bias"], None, True),
+    ]
+    assert found.split_ties == {2: ("0.weight", (0, 2))}
+    assert found.split_tied == {"0.weight": modules[0][0].weight}
     first, _ = placement_of(modules, [[0], [1], [2]], dims=dims_of(1, 3))
     assert [*map(shown, first.tied[0, 2])] == [(0, ["0.weight"], (0, 2), True)]
-    assert first.apart == {0: ("0.weight", (0, 2))}
+    assert first.split_ties == {0: ("0.weight", (0, 2))}
     none, asked = placement_of(modules, [[0], [1], [2]], dims=dims_of(1, 3), rank=1)
     assert asked == [(0, 2)], "who has none of it makes the group too"
-    assert (none.tied, none.apart, none.tied_apart) == ({}, {}, {})
-    assert [*none.own] == [1]
+    assert (none.tied, none.split_ties, none.split_tied) == ({}, {}, {})
+    assert [*none.by_stage] == [1]
 
 
 def test_a_tied_weight_of_one_worker_is_updated_there_alone() -> None:
     found, asked = placement_of(tied(0, 1, 2), [[0], [0]], dims=dims_of(1, 1))
     assert asked == []
     assert [*map(shown, found.tied[0, 1])] == [(0, ["0.weight"], None, True)]
-    assert [*map(shown, found.own[0])] == [(0, ["0.bias"], None, True)]
-    assert [*map(shown, found.own[1])] == [(1, ["1.bias"], None, True)]
-    assert not found.apart
-    assert not found.tied_apart
+    assert [*map(shown, found.by_stage[0])] == [(0, ["0.bias"], None, True)]
+    assert [*map(shown, found.by_stage[1])] == [(1, ["1.bias"], None, True)]
+    assert not found.split_ties
+    assert not found.split_tied
 
 
 def test_two_tied_weights_of_the_same_stages_are_two_groups() -> None:
@@ -151,15 +154,15 @@ def test_two_tied_weights_of_the_same_stages_are_two_groups() -> None:
     found, asked = placement_of(modules, [[0], [1]], dims=ALONE)
     assert asked == [(0, 1)]
     assert [names for _, names, _, _ in map(shown, found.tied[0, 1])] == [["0.weight"], ["0.bias"]]
-    assert found.apart == {0: ("0.weight", (0, 1))}, "the first is named"
-    assert [*found.tied_apart] == ["0.weight", "0.bias"]
-    assert found.own == {0: []}
+    assert found.split_ties == {0: ("0.weight", (0, 1))}, "the first is named"
+    assert [*found.split_tied] == ["0.weight", "0.bias"]
+    assert found.by_stage == {0: []}
 
 
 def test_a_tied_weight_whose_first_stage_differs_by_holder_is_apart() -> None:
     """Two pipes: worker 0 has stages 0 and 1, and worker 1 has both: everybody updates it with stage 0."""
     found, _ = placement_of(tied(0, 1, 2), [[0, 1], [1, 0]], dims=ALONE, rank=1)
-    assert found.apart == {}
+    assert found.split_ties == {}
     assert [*map(shown, found.tied[0, 1])] == [(0, ["0.weight"], (0, 1), False)]
 
 
@@ -178,7 +181,7 @@ def test_what_fsdp_sums_has_a_group_of_its_own() -> None:
         assert ranks_of(found.groups) == {stage: asked[stage]}
         rest = (stage, ["0.weight", "0.bias"][1:] if not stage else ["1.weight", "1.bias"], asked[stage])
         sharded = [(0, ["0.weight"], None, True)] if not stage else []
-        assert [*map(shown, found.own[stage])] == [*sharded, (*rest, rank % 2 == 0)]
+        assert [*map(shown, found.by_stage[stage])] == [*sharded, (*rest, rank % 2 == 0)]
 
 
 def test_positions_count_their_parts_and_replicas_do_not() -> None:
@@ -187,7 +190,7 @@ def test_positions_count_their_parts_and_replicas_do_not() -> None:
     for rank in range(4):
         found, asked = placement_of(linears(1), [[0]], dims=dims, rank=rank, weights={"0.bias": SUMMED})
         assert asked == [(0, 1, 2, 3), (0, 2), (1, 3)]
-        weight, bias = found.own[0]
+        weight, bias = found.by_stage[0]
         assert [*weight.parameters, *bias.parameters] == ["0.weight", "0.bias"]
         assert bias.group is not None
         assert bias.group.ranks == (rank % 2, rank % 2 + 2)

@@ -143,7 +143,7 @@ def test_no_two_versions_have_the_same_count() -> None:
                 versions.make(version, (version - 2,))
                 with torch.no_grad(), versions.unseen():
                     weight.add_(1.0)
-            for shown in versions.held:
+            for shown in versions.stored:
                 versions.use(shown)
                 counts.setdefault(int(weight.detach()[0]), set()).add(weight._version)
         versions.end()

@@ -184,7 +184,7 @@ def _of_grad_scaler(scaling: LossScale) -> dict[str, float | int]:
         "growth_factor": GROWTH,
         "backoff_factor": BACKOFF,
         "growth_interval": scaling.interval,
-        "_growth_tracker": scaling.made,
+        "_growth_tracker": scaling.steady_updates,
     }
 
 

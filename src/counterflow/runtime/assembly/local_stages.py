@@ -83,7 +83,7 @@ class LocalStages:
 
 def local_stages(
     model: PartitionedModel,
-    given: Model,
+    user_model: Model,
     loss_function: LossFunction | None,
     execution: Execution,
     streams: RandomStreams,
@@ -98,7 +98,7 @@ def local_stages(
 
     Args:
         model: the model in stages.
-        given: the model as the user passed it.
+        user_model: the model as the user passed it.
         loss_function: the loss function as the user passed it.
         execution: options of the run.
         streams: streams of random draws.
@@ -135,7 +135,7 @@ def local_stages(
     for layer in layers:
         refuse_remote(layer.index, layer.module)
     owned = ThreadLocalModules(
-        [(place_of(layer), layer.module) for layer in layers], model.modules(given), transport
+        [(place_of(layer), layer.module) for layer in layers], model.modules(user_model), transport
     )
     trained = zip(layers, owned.modules, strict=True)
     layers_here = materialised(
@@ -210,10 +210,10 @@ def _refuse_slices(schedule: Schedule, execution: Execution, dims: ParallelDims)
 def _split(schedule: Schedule, stages: dict[int, LocalStage]) -> tuple[int, ...]:
     """Stages whose backward is split; each of them is prepared for it."""
     split = {op.stage for op in schedule.ops() if op.kind.rest is not None}
-    found = tuple(stage for stage, copy in stages.items() if stage in split and copy.trains)
-    for stage in found:
+    numbers = tuple(stage for stage, copy in stages.items() if stage in split and copy.trains)
+    for stage in numbers:
         stages[stage].split()
-    return found
+    return numbers
 
 
 def _means(

@@ -142,12 +142,12 @@ def partition_model(
 
 def _names_of(layers: Sequence[Sequence[NamedLayer]], loss: NamedLayer | None) -> Names:
     first: dict[int, str] = {}
-    found: list[list[tuple[str, str]]] = []
-    for stage, its in enumerate(layers):
+    names_by_stage: list[list[tuple[str, str]]] = []
+    for stage, stage_layers in enumerate(layers):
         names = []
-        for layer in (*its, loss) if loss is not None and stage == len(layers) - 1 else its:
+        for layer in (*stage_layers, loss) if loss is not None and stage == len(layers) - 1 else stage_layers:
             for name, parameter in layer.module.named_parameters(remove_duplicate=False):
                 full = layer.names[name]
                 names.append((full, first.setdefault(id(parameter), full)))
-        found.append(names)
-    return found
+        names_by_stage.append(names)
+    return names_by_stage

@@ -32,8 +32,8 @@ class Recordings:
     """The recordings of a pipeline's layers on one worker.
 
     Args:
-        every: the layers of all stages, as the user has them; what they run is known on every worker.
-        own: this worker's layers, which may be copies.
+        all_layers: the layers of all stages, as the user has them; what they run is known on every worker.
+        local_layers: this worker's layers, which may be copies.
         precision: precision in which these run.
         transport: way to the other workers.
         shared: whether workers are threads that were given one model.
@@ -42,8 +42,8 @@ class Recordings:
 
     def __init__(
         self,
-        every: Iterable[nn.Module],
-        own: Sequence[nn.Module],
+        all_layers: Iterable[nn.Module],
+        local_layers: Sequence[nn.Module],
         precision: Precision,
         transport: Transport,
         *,
@@ -51,11 +51,11 @@ class Recordings:
         sharded: bool,
     ) -> None:
         self._shared, self._sharded = shared, sharded
-        layers = {id(layer): layer for layer in (*every, *own)}
+        layers = {id(layer): layer for layer in (*all_layers, *local_layers)}
         self._layers = [layer for layer in layers.values() if isinstance(layer, CapturedLayer)]
         self._recordings = recordings_of(self._layers)
         self._precision, self._transport = precision, transport
-        self._adopted = {id(each): list(each.current) for each in self._recordings}
+        self._adopted = {id(recording): list(recording.current) for recording in self._recordings}
         self._changes = 0
         for layer in self._layers:
             layer.follows = True
@@ -63,12 +63,14 @@ class Recordings:
             recording.settle()
 
     @classmethod
-    def of(cls, model: PartitionedModel, held: LocalStages, transport: Transport) -> Recordings:
+    def of(cls, model: PartitionedModel, local: LocalStages, transport: Transport) -> Recordings:
         """The recordings of a model in stages, of which this worker has some."""
-        every = [layer.module for layers in model.layers for layer in layers]
-        precision = next(stage.precision for stage in held.stages.values())
-        sharded = any(stage.module is not None for stage in held.stages.values())
-        return cls(every, held.owned.modules, precision, transport, shared=held.owned.shared, sharded=sharded)
+        all_layers = [layer.module for layers in model.layers for layer in layers]
+        precision = next(stage.precision for stage in local.stages.values())
+        sharded = any(stage.module is not None for stage in local.stages.values())
+        return cls(
+            all_layers, local.owned.modules, precision, transport, shared=local.owned.shared, sharded=sharded
+        )
 
     def follow(self, step: int, flush: Callable[[], object], *, training: bool) -> None:
         """Record a model again that has changed since it was recorded; all workers call it.
@@ -96,11 +98,11 @@ class Recordings:
 
     def _agree(self, step: int, digest: int) -> None:
         rows = agreed_call(CallReport(CallKind.RECORD, step, kind=digest), self._transport)
-        other = next((rank for rank, row in enumerate(rows) if row.kind != digest), None)
-        if other is not None:
+        differing = next((rank for rank, row in enumerate(rows) if row.kind != digest), None)
+        if differing is not None:
             raise ConfigError(
-                f"the model has changed to other values on rank {self._transport.rank} than on rank {other}; "
-                "set attributes of a model to the same values on all workers"
+                f"the model has changed to other values on rank {self._transport.rank} than on rank "
+                f"{differing}; set attributes of a model to the same values on all workers"
             )
 
     def _adopt(

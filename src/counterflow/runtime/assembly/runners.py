@@ -32,7 +32,7 @@ from ..transport.base import Transport
 from .local_stages import LocalStages
 from .partition import PartitionedModel
 
-_ONE = threading.Lock()
+_PROVING = threading.Lock()
 """Workers that are threads wait for the first of them to make and prove the lists of all."""
 _proved = lru_cache(maxsize=8)(checked_program)
 _cut = lru_cache(maxsize=8)(segments)
@@ -41,7 +41,7 @@ _forwards = lru_cache(maxsize=8)(lower_evaluation)
 
 def runners_of(
     model: PartitionedModel,
-    held: LocalStages,
+    local: LocalStages,
     execution: Execution,
     *,
     workers: Workers,
@@ -52,7 +52,7 @@ def runners_of(
 
     Args:
         model: in stages.
-        held: what this worker holds of it.
+        local: what this worker holds of it.
         execution: how it is executed.
         workers: where this worker is.
         weights: this worker's.
@@ -68,29 +68,29 @@ def runners_of(
         worker=workers.worker,
         ranks=workers.ranks[workers.replica],
         transport=transport,
-        stages=held.stages,
-        loss_function=held.loss_function,
+        stages=local.stages,
+        loss_function=local.loss_function,
         compression=compression,
-        saved=SavedBytes(tensor for stage in held.stages.values() for tensor in stage.constant()),
+        saved=SavedBytes(tensor for stage in local.stages.values() for tensor in stage.constant()),
     )
     exact, flushes = model.runs_in_order, model.schedule.synchronous
-    buffers = SharedBuffers(model.shared_buffers, held.stages, exact=exact)
-    objects = ObjectWatch(model.shared_objects, _roots(held), transport, exact=exact)
+    buffers = SharedBuffers(model.shared_buffers, local.stages, exact=exact)
+    objects = ObjectWatch(model.shared_objects, _roots(local), transport, exact=exact)
     shared = SharedState(buffers, objects, flushes=flushes)
     lists = _segments(model, execution, workers, weights)
     runner = Runner(lists, make, workers, weights, execution, shared=shared)
-    with _ONE:
+    with _PROVING:
         forwards = _forwards(model.schedule, matching=transport.matching)
-    return runner, EvaluationRunner(forwards, make, held.stages, workers, shared)
+    return runner, EvaluationRunner(forwards, make, local.stages, workers, shared)
 
 
-def _roots(held: LocalStages) -> dict[int, list[Root]]:
-    found: dict[int, list[Root]] = {}
-    for stage, copy in held.stages.items():
-        found[stage] = [(layer.index, layer.module) for layer in copy.layers]
-        if copy.last and held.loss_function is not None:
-            found[stage].append((LOSS, held.loss_function))
-    return found
+def _roots(local: LocalStages) -> dict[int, list[Root]]:
+    roots: dict[int, list[Root]] = {}
+    for stage, copy in local.stages.items():
+        roots[stage] = [(layer.index, layer.module) for layer in copy.layers]
+        if copy.last and local.loss_function is not None:
+            roots[stage].append((LOSS, local.loss_function))
+    return roots
 
 
 def _segments(model: PartitionedModel, execution: Execution, workers: Workers, weights: Weights) -> Segments:
@@ -100,7 +100,7 @@ def _segments(model: PartitionedModel, execution: Execution, workers: Workers, w
         ends = Ends(execution.barrier, execution.waits_for_norm, weights.hooked)
         times = execution.op_times and tuple(map(tuple, execution.op_times))
         sync = when_summed(execution.sync, transport)
-        with _ONE:
+        with _PROVING:
             program = _proved(
                 schedule,
                 replicas=workers.replicas,
@@ -113,24 +113,24 @@ def _segments(model: PartitionedModel, execution: Execution, workers: Workers, w
         return steps(program, ends)
     if execution.skips_updates:
         raise ConfigError(f"{schedule.scheme} {unskippable(execution)}")
-    with _ONE:
-        found = _cut(schedule, replicas=workers.replicas, matching=transport.matching, shared=shared)
+    with _PROVING:
+        lists = _cut(schedule, replicas=workers.replicas, matching=transport.matching, shared=shared)
     if weights.shared:
         raise ConfigError(
             f"{schedule.scheme} updates each stage at its own time, and {weights.shared[0]} is a weight "
             "of several stages; do not tie them, or take a synchronous scheme"
         )
-    return found
+    return lists
 
 
-def when_summed(asked: Sync, transport: Transport) -> Sync:
+def when_summed(sync: Sync, transport: Transport) -> Sync:
     """Place of gradient sums in the lists: last, if a launched sum would hold others."""
-    return Sync.END if transport.launches_hold else asked
+    return Sync.END if transport.launches_hold else sync
 
 
 def batches_of(
     model: PartitionedModel,
-    held: LocalStages,
+    local: LocalStages,
     execution: Execution,
     batching: Batching,
     *,
@@ -141,7 +141,7 @@ def batches_of(
 
     Args:
         model: in stages.
-        held: what this worker holds of it.
+        local: what this worker holds of it.
         execution: how it is executed.
         batching: how mini-batches are cut.
         dims: record of the parallel dimensions.
@@ -150,9 +150,9 @@ def batches_of(
     transport, schedule = workers.transport, model.schedule
     role = Role(
         worker=workers.worker,
-        takes_inputs=0 in held.stages,
-        takes_targets=schedule.stages - 1 in held.stages,
-        has_loss_function=held.loss_function is not None,
+        takes_inputs=0 in local.stages,
+        takes_targets=schedule.stages - 1 in local.stages,
+        has_loss_function=local.loss_function is not None,
         reports_loss=dims.reports_loss(transport.rank),
         dims=dims,
     )

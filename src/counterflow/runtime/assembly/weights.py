@@ -60,7 +60,7 @@ def weights_of(
     """
     extra_state.broadcast(transport)
     placement = ParameterPlacement(stages, names, holders, dims, transport, compression=compression)
-    owners = Owners(placement.every(), names, transport) if sharded else None
+    owners = Owners(placement.all_gradients(), names, transport) if sharded else None
     optimizers = StageOptimizers(
         stages,
         placement,

@@ -47,7 +47,7 @@ def _probe_loss(
     contents = copy.buffers.snapshot()
     mode = torch.set_grad_enabled(graph)
     unchanged = copy.buffers.swapped_in(contents)
-    with mode, added_losses() as terms, copy.streams.kept(), unchanged, copy.means.watching():
+    with mode, added_losses() as terms, copy.streams.preserved(), unchanged, copy.means.watching():
         outcome = copy.streams.unless_drawn(lambda: (function(output, target),))
     if copy.buffers.snapshot() is not contents:
         copy.buffers.restore(contents)
@@ -171,7 +171,7 @@ class _AuxStage(_ProbedStage):
     def undisturbed(self, *, training: bool) -> Iterator[None]:
         copy = self.copy
         buffers = copy.buffers.swapped_in(copy.buffers.snapshot())
-        with _calm(copy, lambda _: training), copy.streams.kept(), buffers, copy.precision.computing():
+        with _calm(copy, lambda _: training), copy.streams.preserved(), buffers, copy.precision.computing():
             yield
 
 

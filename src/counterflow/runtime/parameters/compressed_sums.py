@@ -170,9 +170,9 @@ class CompressedSum:
                 total += share
             message = self._codec.encode(total.unsqueeze(0))
             lost = total - self._codec.decode(message)[0]
-            own = self._residual[place * self._share : (place + 1) * self._share]
-            lost = lost[: len(own)]
-            own += lost.masked_fill_(~lost.isfinite(), 0.0)
+            residual = self._residual[place * self._share : (place + 1) * self._share]
+            lost = lost[: len(residual)]
+            residual += lost.masked_fill_(~lost.isfinite(), 0.0)
             message = message.expand(workers, -1).contiguous()
         self._pending = self._exchange(message)
 

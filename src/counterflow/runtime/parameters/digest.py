@@ -42,10 +42,10 @@ def digest(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """
     with torch.no_grad():
         sums = [_sum(_words(local(tensor).detach())).to(device) for tensor in tensors]
-        whole = (
+        total = (
             _sum(torch.stack(sums), _TENSORS) if sums else torch.zeros((), dtype=torch.int64, device=device)
         )
-        return (whole >> _BITS_LOST).double()
+        return (total >> _BITS_LOST).double()
 
 
 def _words(tensor: Tensor) -> Tensor:
@@ -63,11 +63,11 @@ def _sum(words: Tensor, level: int = 0) -> Tensor:
     sums = []
     rows = 1 if words.device.type == "cpu" else _ROWS
     for block in words.split(_WIDTH * rows):
-        whole = block.numel() // _WIDTH * _WIDTH
-        if whole:
-            sums.append((block[:whole].view(-1, _WIDTH) * factors).sum(1))
-        if whole < block.numel():
-            sums.append((block[whole:] * factors[: block.numel() - whole]).sum().view(1))
+        length = block.numel() // _WIDTH * _WIDTH
+        if length:
+            sums.append((block[:length].view(-1, _WIDTH) * factors).sum(1))
+        if length < block.numel():
+            sums.append((block[length:] * factors[: block.numel() - length]).sum().view(1))
     return _sum(torch.cat(sums), level + 1)
 
 
@@ -76,5 +76,5 @@ def _factors(level: int, device: torch.device) -> Tensor:
     """Odd numbers, so that one value that differs always differs in its product."""
     generator = torch.Generator().manual_seed(level)
     least, most = -(2**63), 2**63 - 1
-    made = torch.randint(least, most, (_WIDTH,), generator=generator, dtype=torch.int64, device="cpu")
-    return (made | 1).to(device)
+    numbers = torch.randint(least, most, (_WIDTH,), generator=generator, dtype=torch.int64, device="cpu")
+    return (numbers | 1).to(device)

@@ -128,7 +128,7 @@ class ExponentialAverage:
     @property
     def nbytes(self) -> int:
         """Size of all averages in bytes."""
-        return sum(average.nbytes for kept in self._averages.values() for _, average in kept.values())
+        return sum(average.nbytes for averages in self._averages.values() for _, average in averages.values())
 
 
 class WeightEma:
@@ -158,11 +158,11 @@ class WeightEma:
         Raises:
             ConfigError: the decay is out of range, or workers give different ones.
         """
-        for rank, (other,) in enumerate(self._transport.gather([decay])):
-            if other != decay:
+        for rank, (rank_decay,) in enumerate(self._transport.gather([decay])):
+            if rank_decay != decay:
                 raise ConfigError(
                     f"rank {self._transport.rank} averages weights with a decay of {decay}, rank {rank} with "
-                    f"{other}; all workers make the same calls"
+                    f"{rank_decay}; all workers make the same calls"
                 )
         self.average = ExponentialAverage(decay, self._updated, self._stages)
 
@@ -171,12 +171,12 @@ def _begun(parameter: nn.Parameter) -> Tensor:
     return local(parameter).detach().to(sum_dtype(parameter.dtype), copy=True)
 
 
-def _lists(every: Iterable[AveragedWeight]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+def _lists(pairs: Iterable[AveragedWeight]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """Averages and weights of one dtype and device; those of lower precision one by one, as they are cast."""
     same: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = defaultdict(
         lambda: ([], [])
     )
-    for parameter, average in every:
+    for parameter, average in pairs:
         weight = local(parameter).detach()
         if weight.dtype is not average.dtype:
             yield [average], [weight.to(average.dtype)]

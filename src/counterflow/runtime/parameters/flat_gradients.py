@@ -27,8 +27,17 @@ class FlatGradients:
     """
 
     __slots__ = (
-        "_clean", "_dtype", "_shown", "_used", "gradients", "parameters", "residual", "residuals", "tail",
-        "views", "whole",
+        "_clean",
+        "_dtype",
+        "_shown",
+        "_used",
+        "buffer",
+        "gradients",
+        "parameters",
+        "residual",
+        "residuals",
+        "tail",
+        "views",
     )  # fmt: skip
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, shared: bool, compressed: bool) -> None:
@@ -37,20 +46,20 @@ class FlatGradients:
         tail = len(parameters) if shared else 0
         self.parameters = parameters
         self._dtype = tensors[0].dtype
-        self.whole = torch.zeros(size + tail, dtype=sum_dtype(self._dtype), device=tensors[0].device)
-        self.gradients = self.whole[:size]
-        self.tail = self.whole[size:]
+        self.buffer = torch.zeros(size + tail, dtype=sum_dtype(self._dtype), device=tensors[0].device)
+        self.gradients = self.buffer[:size]
+        self.tail = self.buffer[size:]
         self.views: list[Tensor] = []
         at = 0
         for tensor in tensors:
-            view = self.whole[at : at + tensor.numel()].view(tensor.shape)
+            view = self.buffer[at : at + tensor.numel()].view(tensor.shape)
             self.views.append(view.data)  # .data: with a version counter of its own
             at += tensor.numel()
         self.residual: Tensor | None = None
         """What was lost of the gradients when they were sent; None: they are sent in full."""
         self.residuals: list[Tensor] = []
         """Its part of each parameter, in the parameter's shape."""
-        if compressed and shared and self.whole.dtype is torch.float32:
+        if compressed and shared and self.buffer.dtype is torch.float32:
             self.residual = torch.zeros_like(self.gradients)
             parts = self.residual.split([tensor.numel() for tensor in tensors])
             self.residuals = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
@@ -70,7 +79,7 @@ class FlatGradients:
         Those of low precision are cast where they are: the sums are not there any more.
         """
         shown = self._shown
-        if self.whole.dtype is not self._dtype:
+        if self.buffer.dtype is not self._dtype:
             cast, at = _cast_in_place(self.gradients, self._dtype), 0
             shown = []
             for parameter, view in zip(self.parameters, self.views, strict=True):
@@ -86,7 +95,7 @@ class FlatGradients:
         """Let the parameters have no gradients that anybody could change."""
         for parameter in self.parameters:
             parameter.grad = None
-            if self.whole.dtype is not self._dtype:
+            if self.buffer.dtype is not self._dtype:
                 parameter.grad_dtype = self._dtype
 
     def collect(self) -> None:
@@ -130,7 +139,7 @@ class FlatGradients:
         for index, (parameter, shown) in enumerate(zip(self.parameters, self._shown, strict=True)):
             if not used[index] or parameter not in hooks:
                 continue
-            low = self.whole.dtype is not self._dtype
+            low = self.buffer.dtype is not self._dtype
             gradient = shown.to(self._dtype) if low else shown
             before = gradient._version  # noqa: SLF001 - documented as it
             if low:
@@ -148,7 +157,7 @@ class FlatGradients:
 
     def clear(self) -> None:
         """Set the gradients to zero; no parameter was used."""
-        self.whole.zero_()
+        self.buffer.zero_()
         self._clean = self._changes()
         self._used = None
 

@@ -65,7 +65,7 @@ class GradientGroup:
     def nbytes(self) -> int:
         """Size of the buffers in bytes."""
         residuals = sum(flat.residual.nbytes for flat in self._flats if flat.residual is not None)
-        return residuals + sum(flat.whole.nbytes for flat in self._flats)
+        return residuals + sum(flat.buffer.nbytes for flat in self._flats)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -129,7 +129,7 @@ class GradientGroup:
             if flat.residual is not None:
                 self._start_compressed(flat, flat.residual, transport)
                 continue
-            numbers = as_real(flat.whole)
+            numbers = as_real(flat.buffer)
             size = max(1, BUCKET_BYTES // numbers.element_size())
             for bucket in numbers.split(size):
                 self._pending.append(transport.all_reduce(bucket, self.group))

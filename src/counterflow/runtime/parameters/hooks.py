@@ -23,7 +23,7 @@ class Hooks:
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = list(parameters)
-        self._taken: list[tuple[dict[int, object], dict[int, object]]] = []
+        self._removed: list[tuple[dict[int, object], dict[int, object]]] = []
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter has any that are not kept from autograd."""
@@ -38,16 +38,16 @@ class Hooks:
         for parameter in self._parameters:
             for hooks in hook_tables(parameter):
                 if hooks:
-                    self._taken.append((hooks, dict(hooks)))
+                    self._removed.append((hooks, dict(hooks)))
                     hooks.clear()
 
     def give_back(self) -> None:
         """Let the parameters have them again, before those that were registered meanwhile."""
-        while self._taken:
-            hooks, kept = self._taken.pop()
+        while self._removed:
+            hooks, saved = self._removed.pop()
             added = dict(hooks)
             hooks.clear()
-            hooks.update(kept | added)
+            hooks.update(saved | added)
 
 
 def called(parameter: nn.Parameter, gradient: Tensor) -> Tensor | None:
@@ -59,8 +59,8 @@ def called(parameter: nn.Parameter, gradient: Tensor) -> Tensor | None:
     before, after = hook_tables(parameter)
     with torch.no_grad():
         for hook in list(before.values()):
-            found = hook(gradient)
-            gradient = gradient if found is None else found
+            result = hook(gradient)
+            gradient = gradient if result is None else result
         parameter.grad = gradient
         for hook in list(after.values()):
             hook(parameter)

@@ -89,7 +89,7 @@ class LocalState:
         Whole tensors, also where this worker has a part: who has the others makes the same call.
         """
         parts = (*map(self._state_of, self._stages), self._extra_state.entries())
-        pairs = ((names, _kept(value)) for entries in parts for names, value in entries)
+        pairs = ((names, _host_copy(value)) for entries in parts for names, value in entries)
         return {name: copy for names, copy in pairs for name in names}
 
     def _state_of(self, stage: int) -> Iterator[tuple[Sequence[str], Any]]:
@@ -118,7 +118,7 @@ class LocalState:
         stream = Stream(self._transport, rank)
         yield from self._of_stages(stream, self._state_of)
         first = self._transport.rank == 0
-        yield from stream.part(list(self._extra_state.entries()) if first else None, tells=first)
+        yield from stream.part(list(self._extra_state.entries()) if first else None, sends=first)
 
     def _of_stages(
         self, stream: Stream, entries: Callable[[int], Iterator[tuple[Sequence[Any], Any]]]
@@ -128,7 +128,7 @@ class LocalState:
         for stage, holders in enumerate(self._holders):
             gathers = self._dims.gathers_state(me, holders)
             sends = self._dims.sends_state(me, holders)
-            yield from stream.part(list(entries(stage)) if gathers else None, tells=sends)
+            yield from stream.part(list(entries(stage)) if gathers else None, sends=sends)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the weights at hand from a model's state.
@@ -156,16 +156,16 @@ class LocalState:
     def training_state(self) -> dict[str, Any]:
         """State of the optimisers and schedulers at hand: by parameter's name, by stage; on their device."""
         entries = chain.from_iterable(map(self._training_of, self._stages))
-        return assembled((key, _kept(value)) for (key,), value in chain(entries, self._residuals()))
+        return assembled((key, _host_copy(value)) for (key,), value in chain(entries, self._residuals()))
 
     def whole_training_state(self, rank: int | None = None) -> dict[str, Any]:
         """Training state of all stages, on ``rank`` or, for None, on all; else empty. All workers call it."""
         stream = Stream(self._transport, rank)
-        residuals = stream.part(list(self._residuals()), tells=True)  # each holder has its own
+        residuals = stream.part(list(self._residuals()), sends=True)  # each holder has its own
         if self._optimizers.owners is None:
             return assembled(chain(self._of_stages(stream, self._training_of), residuals))
         parts = (  # each that holds a stage has what it updates
-            stream.part(list(self._training_of(stage)) if holds else None, tells=holds)
+            stream.part(list(self._training_of(stage)) if holds else None, sends=holds)
             for stage in range(len(self._holders))
             for holds in (stage in self._stages,)
         )
@@ -173,7 +173,7 @@ class LocalState:
 
     def _residuals(self) -> Iterator[tuple[Sequence[StateName], Tensor]]:
         rank = str(self._transport.rank)
-        for gradients in self._placement.every():
+        for gradients in self._placement.all_gradients():
             for name, residual in gradients.residuals.items():
                 yield (StateName(RESIDUAL, name, rank),), residual
 
@@ -181,7 +181,9 @@ class LocalState:
         if stage in self._optimizers.by_stage:
             optimizer, names = self._optimizers.by_stage[stage], self._optimizers.names(stage)
             for group in optimizer.param_groups:
-                options = {key: _kept(value) for key, value in group.items() if not key.startswith("param")}
+                options = {
+                    key: _host_copy(value) for key, value in group.items() if not key.startswith("param")
+                }
                 for parameter in group["params"]:
                     name = names[id(parameter)]
                     yield (StateName("optimizer", name),), options
@@ -221,7 +223,8 @@ class LocalState:
                         group.update(deepcopy(saved["options"]))
                     homes = {slot: home_of(slot, optimizer, group, parameter) for slot in saved["state"]}
                     optimizer.state[parameter] = {
-                        slot: _taken(value, parameter, homes[slot]) for slot, value in saved["state"].items()
+                        slot: _device_copy(value, parameter, homes[slot])
+                        for slot, value in saved["state"].items()
                     }
         for stage, scheduler in self._optimizers.schedulers.items() if options else ():
             schedule = _schedule(state["scheduler"], stage, scheduler)
@@ -244,31 +247,31 @@ class LocalState:
                     "the training state has no loss scale: it goes on with %g", self._loss_scale.scale
                 )
 
-    def _load_residuals(self, given: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def _load_residuals(self, residuals: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Take what this worker has lost of its weights' gradients.
 
         Args:
-            given: residuals by name and rank; empty: the state has none.
+            residuals: residuals by name and rank; empty: the state has none.
 
         Raises:
             ConfigError: they are those of other workers.
         """
         rank, compressed = str(self._transport.rank), False
-        for gradients in self._placement.every():
+        for gradients in self._placement.all_gradients():
             for name, residual in gradients.residuals.items():
                 compressed = True
-                by_rank = first_of(given, self._names_of(name)) or {}
-                if given:
+                by_rank = first_of(residuals, self._names_of(name)) or {}
+                if residuals:
                     refuse_other_ranks(name, by_rank, gradients.ranks, rank)
                     residual.copy_(by_rank[rank])
                 else:
                     residual.zero_()
-        if given and not compressed:
+        if residuals and not compressed:
             _LOG.warning(
                 "the training state has residuals of compressed gradient sums, and they are not taken: this "
                 "pipeline sums gradients in full"
             )
-        if compressed and not given:
+        if compressed and not residuals:
             _LOG.warning("the training state has no residuals of gradient sums: they begin with zero")
 
     def _names_of(self, first: str) -> tuple[str, ...]:
@@ -276,20 +279,20 @@ class LocalState:
         return first, *self._aliases.get(first, ())
 
     def _load_average(self, state: Mapping[str, Any]) -> None:
-        given = state.get("ema")
+        average = state.get("ema")
         if self._ema.average is None:
-            if given is not None:
+            if average is not None:
                 _LOG.warning(
                     "the training state has an average of the weights, and it is not taken: call ema(decay) "
                     "before the state is loaded"
                 )
             return
-        if given is None and self._ema.average.nbytes:
+        if average is None and self._ema.average.nbytes:
             _LOG.warning("the training state has no average of the weights: it begins with those loaded")
-        if given is None:
+        if average is None:
             return
         self._ema.average.load(
-            lambda name: first_of(given, self._names_of(name)),
+            lambda name: first_of(average, self._names_of(name)),
             max(state["averaged"].values(), default=0),
         )
 
@@ -316,25 +319,25 @@ def refuse_other_ranks(name: str, saved: Iterable[str], holders: Iterable[int], 
 
 
 def _schedule(
-    given: Mapping[int, dict[str, Any]], stage: int, scheduler: LRScheduler
+    states: Mapping[int, dict[str, Any]], stage: int, scheduler: LRScheduler
 ) -> dict[str, Any] | None:
     """A scheduler's state: the stage's, or any stage's if the cuts differ, for the current learning rates.
 
     The optimiser's groups already have their options, which contain the learning rates.
     """
-    mine, groups = scheduler.state_dict(), scheduler.optimizer.param_groups
-    here = [state for number, state in given.items() if number == stage]
-    for state in (*here, *given.values()):
+    current, groups = scheduler.state_dict(), scheduler.optimizer.param_groups
+    here = [state for number, state in states.items() if number == stage]
+    for state in (*here, *states.values()):
         fitting = deepcopy(state)
         if fitting.keys() == {"last_epoch"}:  # of another system; a function of the step needs no more
-            fitting = mine | fitting | {"_step_count": fitting["last_epoch"] + 1}
+            fitting = current | fitting | {"_step_count": fitting["last_epoch"] + 1}
         if "base_lrs" in fitting and all("initial_lr" in group for group in groups):
             fitting["base_lrs"] = [group["initial_lr"] for group in groups]
             fitting["_last_lr"] = [group["lr"] for group in groups]
         if not any(fitting.get("lr_lambdas", ())):  # functions are not in the state
-            fitting |= {key: mine[key] for key in ("lr_lambdas",) if key in mine}
-        lists = [key for key, value in mine.items() if isinstance(value, list)]
-        if fitting.keys() == mine.keys() and all(len(fitting[key]) == len(mine[key]) for key in lists):
+            fitting |= {key: current[key] for key in ("lr_lambdas",) if key in current}
+        lists = [key for key, value in current.items() if isinstance(value, list)]
+        if fitting.keys() == current.keys() and all(len(fitting[key]) == len(current[key]) for key in lists):
             return fitting
     return None
 
@@ -355,8 +358,8 @@ class ParameterState:
     options: dict[str, Any]
 
     def __getitem__(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = {"state": self.state, "options": self.options}[name]
-        return found
+        fields: dict[str, Any] = {"state": self.state, "options": self.options}[name]
+        return fields
 
 
 torch.serialization.add_safe_globals([ParameterState])  # torch.load reads it with weights_only=True
@@ -376,10 +379,10 @@ class StateName(NamedTuple):
     slot: str | None = None
 
 
-def assembled(found: Iterable[tuple[StateName, Any]]) -> dict[str, Any]:
+def assembled(entries: Iterable[tuple[StateName, Any]]) -> dict[str, Any]:
     """A training's state of its entries, in which an optimiser's options come before what it keeps."""
     state: dict[str, Any] = {"optimizer": {}, "scheduler": {}}
-    for key, value in found:
+    for key, value in entries:
         if key.kind == RESIDUAL:
             state.setdefault(RESIDUAL, {}).setdefault(key.of, {})[key.slot] = value
         elif key.kind != "optimizer":
@@ -391,14 +394,14 @@ def assembled(found: Iterable[tuple[StateName, Any]]) -> dict[str, Any]:
     return state
 
 
-def _kept(value: Any) -> Any:
+def _host_copy(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return deepcopy(value)
     return full_tensor(value).detach().cpu().clone()
 
 
-def _taken(value: Any, parameter: Tensor, home: torch.device) -> Any:
-    """What ``_kept`` gave of a parameter's optimiser, for the parameter at hand; one number goes ``home``."""
+def _device_copy(value: Any, parameter: Tensor, home: torch.device) -> Any:
+    """What ``_host_copy`` returned, on the parameter's device and in its layout; one number goes ``home``."""
     if not isinstance(value, Tensor):
         return deepcopy(value)
     if not value.dim():

@@ -24,12 +24,12 @@ class LossScale:
     Attributes:
         scale: what the losses of the next step are multiplied by.
         interval: updates in a row after which it grows.
-        made: updates since it changed.
+        steady_updates: updates since it changed.
     """
 
     scale: float
     interval: int
-    made: int = 0
+    steady_updates: int = 0
 
     @classmethod
     def of(cls, execution: Execution) -> LossScale | None:
@@ -50,15 +50,15 @@ class LossScale:
                     f"{self.scale:g} only, after updates were skipped again and again; look for what is not "
                     "finite in the model, in its inputs or its targets"
                 )
-            self.scale, self.made = self.scale * BACKOFF, 0
+            self.scale, self.steady_updates = self.scale * BACKOFF, 0
             return
-        self.made += 1
-        if self.made >= self.interval:
-            self.scale, self.made = min(self.scale * GROWTH, LARGEST_SCALE), 0
+        self.steady_updates += 1
+        if self.steady_updates >= self.interval:
+            self.scale, self.steady_updates = min(self.scale * GROWTH, LARGEST_SCALE), 0
 
     def state(self) -> dict[str, float | int]:
         """What a run resumes with."""
-        return {"scale": self.scale, "growth_tracker": self.made}
+        return {"scale": self.scale, "growth_tracker": self.steady_updates}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Resume with what ``state`` returned.
@@ -66,10 +66,14 @@ class LossScale:
         Raises:
             ConfigError: it is no such state.
         """
-        scale, made = state.get("scale"), state.get("growth_tracker")
-        if not (isinstance(scale, int | float) and is_scale(scale) and isinstance(made, int) and made >= 0):
+        scale, updates = state.get("scale"), state.get("growth_tracker")
+        if (
+            not (isinstance(scale, int | float) and is_scale(scale))
+            or not isinstance(updates, int)
+            or updates < 0
+        ):
             raise ConfigError(
-                f"the training state has a loss scale of {scale!r} after {made!r} updates; the scale must be "
-                "a power of 2 from 2**-126 to 2**127, and the updates a count"
+                f"the training state has a loss scale of {scale!r} after {updates!r} updates; the scale must "
+                "be a power of 2 from 2**-126 to 2**127, and the updates a count"
             )
-        self.scale, self.made = float(scale), made
+        self.scale, self.steady_updates = float(scale), updates

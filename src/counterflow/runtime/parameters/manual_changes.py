@@ -47,7 +47,11 @@ class ManualChanges:
             for stage, of_stage in tensors.items()
         }
         compares = step < _FIRST_STEPS or is_doubling(step)
-        self._contents = {s: digest(each, self._device) for s, each in tensors.items()} if compares else {}
+        self._contents = (
+            {s: digest(stage_tensors, self._device) for s, stage_tensors in tensors.items()}
+            if compares
+            else {}
+        )
 
     def check(self) -> None:
         """Refuse a change since ``note``, if mini-batches are in flight.
@@ -71,8 +75,8 @@ def _refusal(copy: LocalStage, tensor: Tensor | None) -> str:
     names = (
         f"{name!r} of layer {layer.index} ({type(layer.module).__name__})"
         for layer in copy.with_weights
-        for name, each in (*layer.module.named_parameters(), *layer.module.named_buffers())
-        if each is tensor
+        for name, candidate in (*layer.module.named_parameters(), *layer.module.named_buffers())
+        if candidate is tensor
     )
     return (
         f"{next(names, f'a weight or a buffer of stage {copy.stage}')} was changed between steps while "

@@ -25,8 +25,8 @@ def shared_names(names: Names) -> dict[str, list[int]]:
     {'0.weight': [0, 1]}
     """
     users: dict[str, list[int]] = {}
-    for stage, its in enumerate(names):
-        for _, first in its:
+    for stage, stage_names in enumerate(names):
+        for _, first in stage_names:
             stages = users.setdefault(first, [])
             if stage not in stages:
                 stages.append(stage)
@@ -35,9 +35,9 @@ def shared_names(names: Names) -> dict[str, list[int]]:
 
 def named_parameters(copy: LocalStage, names: Names) -> dict[str, nn.Parameter]:
     """The parameters of a stage at hand, by the name of the first that is the same."""
-    its = iter(names[copy.stage])
+    stage_names = iter(names[copy.stage])
     return {
-        next(its)[1]: parameter
+        next(stage_names)[1]: parameter
         for layer in copy.with_weights
         for _, parameter in layer.module.named_parameters(remove_duplicate=False)
     }
@@ -64,12 +64,12 @@ def _buffers_of(layer: NamedLayer) -> Iterator[tuple[str, Tensor]]:
         yield layer.names.get(name, f"{layer.index}.{name}"), buffer
 
 
-def first_of(given: Mapping[str, T], names: Iterable[str]) -> T | None:
+def first_of(values: Mapping[str, T], names: Iterable[str]) -> T | None:
     """What a mapping has under the first of some names that it knows; None: it knows none."""
-    return next((given[name] for name in names if name in given), None)
+    return next((values[name] for name in names if name in values), None)
 
 
-def matching(state: Mapping[str, Any], names: Sequence[str], mine: Any) -> Any:
+def matching(state: Mapping[str, Any], names: Sequence[str], local: Any) -> Any:
     """What a model's state has for a value, under one of the value's names.
 
     Raises:
@@ -78,8 +78,8 @@ def matching(state: Mapping[str, Any], names: Sequence[str], mine: Any) -> Any:
     known = next((name for name in names if name in state), None)
     if known is None:
         raise ConfigError(f"the state has no {names[0]!r}")
-    given = state[known]
-    shape = tuple(given.shape) if isinstance(given, Tensor) else None
-    if isinstance(mine, Tensor) and shape != tuple(mine.shape):
-        raise ConfigError(f"{names[0]} has shape {shape} in the state, {tuple(mine.shape)} in the model")
-    return given
+    value = state[known]
+    shape = tuple(value.shape) if isinstance(value, Tensor) else None
+    if isinstance(local, Tensor) and shape != tuple(local.shape):
+        raise ConfigError(f"{names[0]} has shape {shape} in the state, {tuple(local.shape)} in the model")
+    return value

@@ -78,7 +78,7 @@ class OptimizerProbe:
     def _diagnose(self, optimizer: Optimizer, parameters: Sequence[tuple[str, nn.Parameter]]) -> bool | None:
         make = self._make
         diagnosis = OptimizerCouplingDiagnosis(lambda named: make(Parameters(named)), optimizer, parameters)
-        couples = diagnosis.run(self._streams.kept())
+        couples = diagnosis.run(self._streams.preserved())
         if couples is None and any(name in type(optimizer).__name__.lower() for name in _COUPLED_NAMES):
             return True
         return couples

@@ -36,11 +36,11 @@ class ParameterPlacement:
 
     Attributes:
         groups: by stage, those who hold copies of it; None: nobody else.
-        made: all groups that were made.
-        own: by stage, its parameters that no other stage shares.
+        created: all groups that were made.
+        by_stage: by stage, its parameters that no other stage shares.
         tied: by the stages that share them, such parameters.
-        apart: by stage, a weight that others update with another stage, and the stages that share it.
-        tied_apart: such weights, by name.
+        split_ties: by stage, a weight that others update with another stage, and the stages that share it.
+        split_tied: such weights, by name.
 
     Raises:
         ConfigError: a shared parameter is two on one worker.
@@ -60,16 +60,19 @@ class ParameterPlacement:
         self._stages, self._names, self._holders = stages, names, holders
         self._dims, self._transport = dims, transport
         self.groups: dict[int, Group | None] = {}
-        self.made: list[Group] = []
-        self.own: dict[int, list[GradientGroup]] = {}
+        self.created: list[Group] = []
+        self.by_stage: dict[int, list[GradientGroup]] = {}
         self.tied: dict[tuple[int, ...], list[GradientGroup]] = {}
-        self.apart: dict[int, tuple[str, tuple[int, ...]]] = {}
-        self.tied_apart: dict[str, nn.Parameter] = {}
+        self.split_ties: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self.split_tied: dict[str, nn.Parameter] = {}
         self._by_ranks: dict[tuple[int, ...], Group] = {}
         self._make()
-        self._every = (*chain.from_iterable(self.tied.values()), *chain.from_iterable(self.own.values()))
+        self._all_gradients = (
+            *chain.from_iterable(self.tied.values()),
+            *chain.from_iterable(self.by_stage.values()),
+        )
         self._updated: dict[int, list[GradientGroup]] = defaultdict(list)
-        for gradients in self._every:
+        for gradients in self._all_gradients:
             self._updated[gradients.stage].append(gradients)
 
     @property
@@ -77,9 +80,9 @@ class ParameterPlacement:
         """The worker's number in its pipeline."""
         return self._dims.mesh.coordinates(self._transport.rank)[WORKER]
 
-    def every(self) -> Sequence[GradientGroup]:
+    def all_gradients(self) -> Sequence[GradientGroup]:
         """All of the worker's parameters."""
-        return self._every
+        return self._all_gradients
 
     def updated_with(self, stage: int) -> Sequence[GradientGroup]:
         """The parameters that the update of a stage updates."""
@@ -101,8 +104,8 @@ class ParameterPlacement:
             if not local:
                 continue
             if len({next(s for s in stages if worker in self._holders[s]) for worker in holders}) > 1:
-                self.apart.setdefault(local[0], (name, tuple(stages)))
-                self.tied_apart[name] = parameters[local[0]][name]
+                self.split_ties.setdefault(local[0], (name, tuple(stages)))
+                self.split_tied[name] = parameters[local[0]][name]
             tied = unique([(name, parameters[local[0]][name])], grouped)
             self.tied.setdefault(tuple(stages), []).append(
                 self._gradients(tied, group, weight, holders, stage=local[0])
@@ -115,11 +118,11 @@ class ParameterPlacement:
                 for name, parameter in unique(parameters[stage].items(), grouped).items():
                     weight = self._dims.weight(name)
                     parts[self._dims.sum_dims(weight), weight.distinct][name] = parameter
-                self.own[stage] = []
+                self.by_stage[stage] = []
                 for part in parts.values():  # in one order, as the sums of all copies are
                     weight = self._dims.weight(next(iter(part)))
                     group = groups[self._dims.sum_dims(weight)]
-                    self.own[stage].append(self._gradients(part, group, weight, copies, stage=stage))
+                    self.by_stage[stage].append(self._gradients(part, group, weight, copies, stage=stage))
 
     def _groups_of(self, stage: int, copies: Sequence[int]) -> dict[frozenset[int], Group | None]:
         """Groups that sum a stage's gradients, by the dimensions of the sum; made in one order everywhere."""
@@ -151,7 +154,7 @@ class ParameterPlacement:
                 group = self._by_ranks.get(tuple(ranks))
                 if group is None:
                     group = self._by_ranks[tuple(ranks)] = self._transport.group(ranks)
-                    self.made.append(group)
+                    self.created.append(group)
                 if self._transport.rank in ranks:
                     local = group
         return local

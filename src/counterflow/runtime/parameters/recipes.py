@@ -121,7 +121,7 @@ class Recipes:
     def _tried(self) -> Recipe | None:
         """The recipe for some small parameters; None: the user's function takes none such."""
         small = {"layer.weight": nn.Parameter(torch.zeros(2, 2)), "layer.bias": nn.Parameter(torch.zeros(2))}
-        with self._streams.kept():
+        with self._streams.preserved():
             try:
                 optimizer = self._optimizer(Parameters(small.items()))
                 return Recipe.of(optimizer, None if self._scheduler is None else self._scheduler(optimizer))

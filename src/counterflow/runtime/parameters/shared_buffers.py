@@ -70,7 +70,7 @@ def shared_buffers(layers: Sequence[Sequence[NamedLayer]], loss: NamedLayer | No
             for name, tensor in named.items():
                 tensors[id(tensor)] = tensor
                 places.setdefault(id(tensor), []).append(Place(stage, layer, name))
-    found = []
+    groups = []
     order = {key: number for number, key in enumerate(places)}
     for group in sorted(_overlapping(tensors), key=lambda group: min(map(order.__getitem__, group))):
         if buffers.isdisjoint(group):
@@ -87,8 +87,8 @@ def shared_buffers(layers: Sequence[Sequence[NamedLayer]], loss: NamedLayer | No
                     f"{buffer.stage} would not see the updates of stage {parameter.stage}; register the "
                     "weight itself in both layers, or cut the model so that both are in one stage"
                 )
-        found.append(tuple(of_group))
-    return found
+        groups.append(tuple(of_group))
+    return groups
 
 
 def _overlapping(tensors: Mapping[int, Tensor]) -> list[list[int]]:
@@ -204,9 +204,11 @@ class _Watched:
         return not _equal(buffer.detach(), then)
 
 
-def _equal(tensor: Tensor, other: Tensor) -> bool:
+def _equal(tensor: Tensor, reference: Tensor) -> bool:
     """Whether tensors are equal; values that are not numbers are equal to each other."""
-    return tensor.equal(other) or bool(((tensor == other) | (tensor.isnan() & other.isnan())).all())
+    return tensor.equal(reference) or bool(
+        ((tensor == reference) | (tensor.isnan() & reference.isnan())).all()
+    )
 
 
 def _owner(place: Place) -> nn.Module:
@@ -215,10 +217,10 @@ def _owner(place: Place) -> nn.Module:
 
 def _refusal(watched: _Watched) -> str:
     writer = next(place for place in watched.places if place.stage == watched.stage)
-    other = next(place for place in watched.places if place.stage != watched.stage)
+    place = next(place for place in watched.places if place.stage != watched.stage)
     return (
         f"{place_of(writer.layer)} changes its buffer {writer.name!r} in a forward, and "
-        f"{place_of(other.layer)} has the same buffer in another stage, so stages {writer.stage} and "
-        f"{other.stage} would each change their own; give cuts that put both layers in one stage, or give "
+        f"{place_of(place.layer)} has the same buffer in another stage, so stages {writer.stage} and "
+        f"{place.stage} would each change their own; give cuts that put both layers in one stage, or give "
         "each layer a buffer of its own"
     )

@@ -105,12 +105,12 @@ class StageOptimizers:
             ConfigError: the optimiser draws, and another worker updates one of its weights for another stage.
         """
         if stage in self.by_stage:
-            optimizer, apart = self.by_stage[stage], self._placement.apart
+            optimizer, shared = self.by_stage[stage], self._placement.split_ties
             with self._streams.update("optimizer", step, stage):
-                before = self._streams.states() if stage in apart else []
+                before = self._streams.states() if stage in shared else []
                 self._probe.step(stage, optimizer)
                 if before and self.owners is None and not self._streams.drew_nothing(before):
-                    name, stages = apart[stage]
+                    name, stages = shared[stage]
                     raise ConfigError(
                         f"the optimizer of stage {stage}, a {type(optimizer).__name__}, draws "
                         f"random numbers in its step, and {name} is a weight of stages {stages[0]} and "

@@ -40,27 +40,29 @@ class Stream:
 
     Args:
         transport: how to reach the others; all workers make their streams in one order.
-        asks: the rank that wants it; None: all do.
+        receiver: the rank that wants it; None: all do.
     """
 
-    def __init__(self, transport: Transport, asks: int | None) -> None:
-        self.transport, self.asks = transport, asks
+    def __init__(self, transport: Transport, receiver: int | None) -> None:
+        self.transport, self.receiver = transport, receiver
         self._seen: set[Any] = set()
         self._tag = transport.reserve_tags(2)
-        self.wants = asks is None or asks == transport.rank
+        self.wants = receiver is None or receiver == transport.rank
 
-    def part(self, entries: Entries | None, *, tells: bool) -> Iterator[tuple[Any, Any]]:
+    def part(self, entries: Entries | None, *, sends: bool) -> Iterator[tuple[Any, Any]]:
         """The state of one part of the model, on the workers that ask for it; all workers iterate over it.
 
         Args:
             entries: the part, on workers that hold it or pieces of it; None on others.
-            tells: whether this worker sends its values. If several workers send, each has whole tensors, and
+            sends: whether this worker sends its values. If several workers send, each has whole tensors, and
                 tensors sent by an earlier rank are not sent again.
         """
-        if self.asks is not None and not self.wants:
-            self.transport.status.now(f"sending the state to rank {self.asks}, which has to take all of it")
+        if self.receiver is not None and not self.wants:
+            self.transport.status.now(
+                f"sending the state to rank {self.receiver}, which has to take all of it"
+            )
         own_entries = None
-        if entries is not None and tells:
+        if entries is not None and sends:
             own_entries = [(tuple(names), _described(value)) for names, value in entries]
         rows = cast(
             "list[list[tuple[tuple[Any, ...], Any]] | None]", self.transport.gather_objects(own_entries)
@@ -71,13 +73,13 @@ class Stream:
                     continue
                 self._seen.update(names)
                 tensor = None
-                if entries is not None and isinstance(known, _Shape) and source == self._source(rows, tells):
+                if entries is not None and isinstance(known, _Shape) and source == self._source(rows, sends):
                     tensor = full_tensor(entries[number][1]).detach()
-                yield from self._values(names, known, tensor if tells else None, source)
+                yield from self._values(names, known, tensor if sends else None, source)
 
-    def _source(self, rows: Sequence[object], tells: bool) -> int:
+    def _source(self, rows: Sequence[object], sends: bool) -> int:
         """Whose entries this worker's are: its own, or those of the one whom it holds other pieces of."""
-        if tells:
+        if sends:
             return self.transport.rank
         return next(rank for rank, row in enumerate(rows) if row is not None)
 
@@ -92,7 +94,7 @@ class Stream:
 
     def _tensor(self, known: _Shape, local_tensor: Tensor | None, source: int) -> Tensor | None:
         here = source == self.transport.rank
-        if self.asks is None:
+        if self.receiver is None:
             tensor = (
                 _on_host(local_tensor)
                 if local_tensor is not None
@@ -113,8 +115,8 @@ class Stream:
             return tensor
         if local_tensor is not None:
             for piece in _pieces(_on_host(local_tensor)):
-                sent = self.transport.send_described([piece], self.asks, self._tag)
-                self.transport.receive_described(self.asks, self._tag + 1).wait()
+                sent = self.transport.send_described([piece], self.receiver, self._tag)
+                self.transport.receive_described(self.receiver, self._tag + 1).wait()
                 sent.wait()
         return None
 

@@ -50,7 +50,11 @@ def choose(parameters: Parameters, choices: Choices, dims: ParallelDims) -> None
     Raises:
         ConfigError: FSDP holds one that changes; nothing is changed then.
     """
-    pairs = [(name, p, choices[stage][name]) for stage, its in parameters.items() for name, p in its.items()]
+    pairs = [
+        (name, p, choices[stage][name])
+        for stage, stage_parameters in parameters.items()
+        for name, p in stage_parameters.items()
+    ]
     for name, parameter, on in pairs:
         if dims.weight(name).reduced and on != parameter.requires_grad:
             raise ConfigError(
@@ -87,9 +91,9 @@ def check_same_choices(choices: Choices, tied: Container[str], transport: Transp
     first: dict[str, tuple[int, bool]] = {}
     for rank, row in enumerate(cast("list[dict[str, bool]]", transport.gather_objects(named))):
         for name, on in row.items():
-            source, other = first.setdefault(name, (rank, on))
-            if other != on:
-                trains, freezes = (source, rank) if other else (rank, source)
+            source, trains_first = first.setdefault(name, (rank, on))
+            if trains_first != on:
+                trains, freezes = (source, rank) if trains_first else (rank, source)
                 raise ConfigError(
                     f"set_trainable: rank {trains} trains {name}, and rank {freezes}, which holds it too, "
                     "freezes it; let the function give the same for a name on all workers"

@@ -100,7 +100,7 @@ class Weights:
     @property
     def groups(self) -> list[Group]:
         """All groups of ranks that were made."""
-        return self.placement.made
+        return self.placement.created
 
     @property
     def optimizers(self) -> Mapping[int, Optimizer]:
@@ -135,7 +135,7 @@ class Weights:
         choose(parameters, choices, self.dims)
         for copy in self.stages.values():
             copy.trains = any(p.requires_grad for p in copy.parameters())
-        for gradients in self.placement.every():
+        for gradients in self.placement.all_gradients():
             gradients.make()
         self.detach()
         self._optimizers.refuse_coupled()
@@ -155,14 +155,14 @@ class Weights:
             ConfigError: a parameter has a hook, and none had one when the pipeline was made.
         """
         if not self.hooked and (parameter := self.hooks.first()) is not None:
-            every = (named_parameters(copy, self.names).items() for copy in self.stages.values())
-            name = next(name for pairs in every for name, one in pairs if one is parameter)
+            tables = (named_parameters(copy, self.names).items() for copy in self.stages.values())
+            name = next(name for pairs in tables for name, candidate in pairs if candidate is parameter)
             raise ConfigError(
                 f"{name} has a hook that was registered after the pipeline was made, and no parameter had "
                 "one by then; register it before, or make the pipeline again"
             )
         self.hooks.take()
-        for gradients in self.placement.every():
+        for gradients in self.placement.all_gradients():
             gradients.attach()
         self._statistics.defer(deferring=True)
         self.mutations.note_buffers()
@@ -179,7 +179,7 @@ class Weights:
         """Hide the gradients from everything but backwards and updates."""
         self._statistics.defer(deferring=False)
         self.hooks.give_back()
-        for gradients in self.placement.every():
+        for gradients in self.placement.all_gradients():
             gradients.detach()
         for copy in self.stages.values():
             copy.end_gathering()
@@ -201,7 +201,7 @@ class Weights:
     def _summed_in(self, sync: SyncAction) -> Sequence[GradientGroup]:
         match sync.what:
             case Summed.GRADIENTS:
-                return self.placement.own[sync.stage]
+                return self.placement.by_stage[sync.stage]
             case Summed.TIED:
                 return self.placement.tied[sync.stage, *sync.tied]
             case Summed.STATISTICS:
@@ -219,11 +219,11 @@ class Weights:
 
     def squared_norm(self) -> float:
         """The part of the global gradient norm, squared, that this worker counts."""
-        return sum(SquaredNorms(one for one in self.placement.every() if one.counted).read())
+        return sum(SquaredNorms(group for group in self.placement.all_gradients() if group.counted).read())
 
     def own_norm(self) -> OwnNorm:
         """What ``squared_norm()`` gives, and whether all gradients at hand are finite, counted or not."""
-        return OwnNorm(self.placement.every())
+        return OwnNorm(self.placement.all_gradients())
 
     def clip(self, stage: int, limit: float | None, alive: Tensor | None) -> tuple[Tensor, Tensor]:
         """Clip a stage's gradients by their norm, where they are; the host does not wait for it.
@@ -237,7 +237,7 @@ class Weights:
             What this worker counts of the norm, squared, and whether all were finite so far: gradients that
             are not, and those after them, are set to zero.
         """
-        groups = self.placement.own[stage]
+        groups = self.placement.by_stage[stage]
         square, counted = squared_norms(groups, self.transport.device)
         finite = square.isfinite()
         alive = finite if alive is None else alive & finite
@@ -250,7 +250,7 @@ class Weights:
 
     def scale(self, factor: float, stage: int | None = None) -> None:
         """Multiply all gradients, or those of a stage."""
-        for gradients in self.placement.every() if stage is None else self.placement.own[stage]:
+        for gradients in self.placement.all_gradients() if stage is None else self.placement.by_stage[stage]:
             gradients.scale(factor)
 
     def call_hooks(self, step: int, stage: int | None = None) -> None:
@@ -259,9 +259,9 @@ class Weights:
             return
         self.hooks.give_back()  # one may remove itself
         tied = self.placement.tied if stage is None else {}
-        own = self.placement.own if stage is None else {stage: self.placement.own[stage]}
-        every = chain(tied.items(), (((number,), groups) for number, groups in own.items()))
-        for stages, groups in every:
+        by_stage = self.placement.by_stage if stage is None else {stage: self.placement.by_stage[stage]}
+        groups_by_stages = chain(tied.items(), (((number,), groups) for number, groups in by_stage.items()))
+        for stages, groups in groups_by_stages:
             for index, gradients in enumerate(groups):
                 with self._streams.update("hooks", step, index, *stages):
                     gradients.call_hooks(self.hooks)
@@ -269,7 +269,7 @@ class Weights:
 
     def not_finite(self) -> tuple[int, str] | None:
         """Stage and name of the first parameter whose gradient is not finite."""
-        for gradients in self.placement.every():
+        for gradients in self.placement.all_gradients():
             name = gradients.not_finite()
             if name is not None:
                 return gradients.stage, name
@@ -311,12 +311,12 @@ class Weights:
 
     def clear(self) -> None:
         """Set all gradients to zero."""
-        for gradients in self.placement.every():
+        for gradients in self.placement.all_gradients():
             gradients.clear()
 
     def held_bytes(self) -> int:
         """Bytes of all versions of the weights, buffers, gradients and optimiser state on this worker."""
-        total = sum(gradients.nbytes for gradients in self.placement.every())
+        total = sum(gradients.nbytes for gradients in self.placement.all_gradients())
         for copy in self.stages.values():
             weights = sum(local(parameter).nbytes for parameter in copy.parameters())
             total += weights * (1 if copy.versions is None else copy.versions.peak)
@@ -347,9 +347,11 @@ class Weights:
             raise ConfigError(
                 "there is no average of the weights; call ema(decay) before the steps to average"
             )
-        every = (p for gradients in self.placement.every() for p in gradients.parameters.values())
-        trained = [local(parameter).detach() for parameter in every if parameter.requires_grad]
-        own = [weight.clone() for weight in trained]
+        parameters = (
+            p for gradients in self.placement.all_gradients() for p in gradients.parameters.values()
+        )
+        trained = [local(parameter).detach() for parameter in parameters if parameter.requires_grad]
+        contents = [weight.clone() for weight in trained]
         self._copies.order()
         try:
             self.average.show()
@@ -357,7 +359,7 @@ class Weights:
             self._forget_casts()
             yield
         finally:
-            for weight, before in zip(trained, own, strict=True):
+            for weight, before in zip(trained, contents, strict=True):
                 weight.copy_(before)
             self._forget_casts()
 
@@ -380,12 +382,12 @@ class Weights:
         for stage, copy in self.stages.items():
             for name, tensor in named_tensors(copy, self.names, buffers=buffers):
                 compared[stage, self.dims.weight(name).distinct].append(tensor)
-        for name, parameter in self.placement.tied_apart.items():
+        for name, parameter in self.placement.split_tied.items():
             compared[name, self.dims.weight(name).distinct].append(parameter)
         tied = shared_names(self.names)
         for stage, name, average in self._averages_of_all():
             distinct = self.dims.weight(name).distinct
-            if name in self.placement.tied_apart:
+            if name in self.placement.split_tied:
                 compared[name, distinct].append(average)
             elif name not in tied:
                 compared[stage, distinct].append(average)

@@ -225,7 +225,7 @@ class Drawing(StageWrapper):
         buffers = Buffers(layer.module for layer in layers)
         contents, before = buffers.snapshot(), versions(weights)
         value = mapped(copied, value)
-        with added_losses(), self._streams.kept(), buffers.swapped_in(contents):
+        with added_losses(), self._streams.preserved(), buffers.swapped_in(contents):
             for layer in layers:
                 with self._streams.layer(layer.index, step, rows):
                     states = self._streams.states()

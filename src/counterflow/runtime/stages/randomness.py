@@ -71,7 +71,7 @@ class RandomStreams(StageWrapper):
         return generators
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
+    def preserved(self) -> Iterator[None]:
         """Leave the user's own random state as it was."""
         generators = self.generators
         with self.turn():
@@ -84,7 +84,7 @@ class RandomStreams(StageWrapper):
 
     def step(self) -> Any:
         """Context of a step: it preserves the user's random state, unless each layer does."""
-        return _NOTHING if self.shared else self.kept()
+        return _NOTHING if self.shared else self.preserved()
 
     def initial(self, layer: int) -> Any:
         """Context of the initialisation of a layer's weights."""
@@ -166,7 +166,7 @@ class RandomStreams(StageWrapper):
             The states after this part, once it has ended.
         """
         ends: list[Tensor] = []
-        with self.kept():
+        with self.preserved():
             if states is None:
                 key = self._layer_key(index, step, rows)
                 for generator in self.generators:
@@ -219,7 +219,7 @@ class RandomStreams(StageWrapper):
 
     @contextmanager
     def _seeded(self, key: int) -> Iterator[None]:
-        with self.kept() if self.shared else _NOTHING:
+        with self.preserved() if self.shared else _NOTHING:
             for generator in self.generators:
                 generator.manual_seed(key)
             yield

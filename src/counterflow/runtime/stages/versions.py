@@ -60,8 +60,8 @@ class Versions:
         """The most versions that were held at once."""
 
     @property
-    def held(self) -> tuple[int, ...]:
-        """The versions held, oldest first; none while the pipeline is empty."""
+    def stored(self) -> tuple[int, ...]:
+        """Numbers of the stored versions, oldest first; none while the pipeline is empty."""
         return tuple(sorted(self._tensors))
 
     @property
@@ -102,7 +102,7 @@ class Versions:
         """
         tensors = self._tensors.get(version)
         if tensors is None:
-            known = ", ".join(map(str, self.held))
+            known = ", ".join(map(str, self.stored))
             raise ScheduleError(f"version {version} of stage {self.stage} is not there, only {known}")
         if version == self.shown:
             return
