@@ -8,14 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from counterflow.errors import ConfigError
+from counterflow.verification.diagnosis.tolerances import SUMS
 
 from ..mini_batch.loss_output import consistent
 from ..mini_batch.losses import refuse_no_graph
 from ..mini_batch.step_report import LossWeights, Normaliser
 from .step import Workers
-
-_ROUNDING = 1e-14
-"""Relative difference of equal sums that were added in another order, at most."""
 
 
 class LossNormaliser:
@@ -62,4 +60,4 @@ class LossNormaliser:
             self._weight, self._counted, self.divisor = 0.0, Normaliser(0), None
         elif self.divisor is None:
             self.divisor = float(samples)
-        return 1.0 if abs(scale - 1.0) < _ROUNDING else scale, 1 / weight
+        return 1.0 if abs(scale - 1.0) < SUMS else scale, 1 / weight

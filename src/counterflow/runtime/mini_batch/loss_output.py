@@ -19,6 +19,7 @@ from counterflow.api.aux_loss import added_losses
 from counterflow.api.loss_sum import LossSum
 from counterflow.common.tensors.dtensors import full_tensor, is_dtensor
 from counterflow.errors import ConfigError
+from counterflow.verification.diagnosis.tolerances import WEIGHTS
 
 from ..messages.values import Unit
 from ..stages.aux_loss import split_aux_losses
@@ -59,7 +60,7 @@ class UnitLoss(NamedTuple):
         """Return whether losses of parts have the same normaliser, so that they can be summed."""
         entries = [self, *parts]
         counts = [float(entry.counts) for entry in entries if entry.counts is not None]
-        equal = not counts or max(counts) - min(counts) <= 1e-9 * abs(max(counts))
+        equal = not counts or max(counts) - min(counts) <= WEIGHTS * abs(max(counts))
         return equal and consistent(union_of(entry.normaliser for entry in entries))
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from counterflow.common.tensors import devices
 from counterflow.errors import ConfigError
+from counterflow.verification.diagnosis.tolerances import WEIGHTS
 
 from .loss_output import UnitLoss, consistent, union_of
 from .step_report import LossWeights, Normaliser, WorkerReport
@@ -41,7 +42,7 @@ def refuse_other_counts(parts: Sequence[LossWeights]) -> None:
         ConfigError: in some micro-batches other shares of the targets count.
     """
     least, most = min(part.least for part in parts), max(part.most for part in parts)
-    if most - least > 1e-9 * abs(most):
+    if most - least > WEIGHTS * abs(most):
         raise ConfigError(
             "micro-batches have other shares of targets that count (ignore_index, class weights, chosen "
             "elements, a LossSum's weight), and each would divide by its own: the loss has a cross entropy "

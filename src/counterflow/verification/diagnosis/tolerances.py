@@ -68,6 +68,9 @@ COMPRESSED_TRAININGS = {"bfloat16": 0.05, "int8": 0.4}
 WEIGHTS = 1e-9
 """Weights of losses, and other sums of counts."""
 
+SUMS = 1e-14
+"""Equal sums of counts that were added in another order."""
+
 SMALL = 1e-2
 """Share of the tolerance, relative to the largest gradient of all, below which a gradient is noise."""
 
