@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from counterflow.errors import ConfigError
 from counterflow.verification.diagnosis.comparison import (
@@ -22,6 +22,8 @@ from counterflow.verification.diagnosis.comparison import (
     norm_distance,
 )
 from counterflow.verification.diagnosis.graded_losses import LossProbe, WeightedLoss
+from counterflow.verification.diagnosis.graph_leaves import StageGraph, diagnose_graph
+from counterflow.verification.diagnosis.reruns import RerunDiagnosis
 from counterflow.verification.diagnosis.sample_means import SampleMeanDiagnosis
 from counterflow.verification.diagnosis.sliced_layers import SlicedLayer, SlicedLayerDiagnosis
 from counterflow.verification.diagnosis.tolerances import (
@@ -227,3 +229,50 @@ def test_layers_on_slices(caplog: pytest.LogCaptureFixture) -> None:
             SlicedStage(layer).diagnose()
     SlicedStage(lambda *_: None).diagnose()
     assert "it could not be seen whether layer 0 (Sums), and what comes after it" in caplog.text
+
+
+def graph(outputs: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> StageGraph:
+    return StageGraph(5, outputs, inputs, weights, leaves=[], ends=[], casts=False, recomputes=False)
+
+
+def test_leaves_of_a_first_graph() -> None:
+    """A tensor that existed before a run is a weight that nobody trains; one that a run creates is none."""
+    x, layer = torch.randn(2, 4, requires_grad=True), nn.Linear(4, 4)
+    hidden = torch.randn(4, requires_grad=True)
+
+    def scaled(factor: Callable[[], Tensor]) -> list[Tensor]:
+        return [layer(x) * factor()]
+
+    def diagnose(factor: Callable[[], Tensor]) -> None:
+        diagnose_graph(graph(scaled(factor), [x], [*layer.parameters()]), lambda: scaled(factor))
+
+    diagnose(lambda: torch.ones(4))
+    diagnose(lambda: torch.ones(4, requires_grad=True))
+    with pytest.raises(ConfigError, match=r"stage 5 computes with a tensor of shape \(4,\) that requires"):
+        diagnose(lambda: hidden)
+
+    def changing() -> Tensor:
+        with torch.no_grad():
+            layer.weight.mul_(0.5)
+        return torch.ones(4, requires_grad=True)
+
+    with pytest.raises(ConfigError, match="it changes weights as it runs"):
+        diagnose(changing)
+
+
+def test_reruns() -> None:
+    """One run a step is compared, with its values the first time, and then by norms."""
+    diagnosis = RerunDiagnosis(torch.device("cpu"))
+    output = torch.tensor([3.0, 4.0])
+    first = diagnosis.first_output([output, torch.tensor([1])], 0)
+    assert first is not None
+    assert diagnosis.first_output([output], 0) is None
+    first.compare([output + 1e-6, torch.tensor([2])], "stage 1")  # whole numbers are not compared
+    for rerun in ([output.flip(0), torch.tensor([1])], [output]):
+        with pytest.raises(ConfigError, match="stage 1 gives other values when it is computed again"):
+            first.compare(rerun, "stage 1")
+    second = diagnosis.first_output([output], 1)
+    assert second is not None
+    second.compare([output.flip(0)], "stage 1")
+    with pytest.raises(ConfigError, match="stage 1 gives other values"):
+        second.compare([2 * output], "stage 1")
