@@ -57,13 +57,6 @@ class ContainerComparison:
 
 
 class _Lookups:
-    """Names in mappings of one kind.
-
-    Args:
-        get: the kind's function that looks a name up.
-        watches: names and mappings.
-    """
-
     def __init__(self, get: Callable[..., Any], watches: Iterable[Names]) -> None:
         self._get = get
         present: list[tuple[Mapping[str, Any], str, Any]] = []

@@ -56,7 +56,7 @@ def read_text(path: Path | str) -> bytes:
     """
     path = Path(path)
     if path.is_dir():
-        texts = [data for file in _files(path) if (data := _bytes(file)) and not _binary(data)]
+        texts = [data for file in _visible_files(path) if (data := _bytes(file)) and not _binary(data)]
         if not texts:
             raise ConfigError(f"{path}: this folder contains no text file; name one that does")
         return b"\n".join(texts)
@@ -95,8 +95,7 @@ def entropy_of(numbers: npt.NDArray[Any]) -> float:
     return math.fsum(-shares * np.log(shares))
 
 
-def _files(folder: Path) -> list[Path]:
-    """Every regular file below ``folder`` whose path has no hidden part, sorted by path."""
+def _visible_files(folder: Path) -> list[Path]:
     paths: list[Path] = []
 
     def refuse(error: OSError) -> None:

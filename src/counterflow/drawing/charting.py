@@ -176,7 +176,7 @@ def _lanes(schedule: Schedule) -> tuple[tuple[BoxLane, ...], dict[tuple[int, int
 
 
 def _pipe_lanes(placement: Placement) -> tuple[BoxLane, ...]:
-    """Down pipes in cool hues, up pipes in warm ones; pipes with no direction take hues in turn."""
+    # Down pipes have cool hues, up pipes warm ones; pipes with no direction take hues in turn.
     words = [_direction(stages) for stages in placement.pipes_stages]
     if not {"down", "up"}.issuperset(words):
         return tuple(BoxLane(f"pipe {i}", i % len(HUES)) for i in range(len(words)))

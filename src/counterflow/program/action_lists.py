@@ -80,15 +80,6 @@ class _List:
 
 
 class _ListWriter:
-    """A program's lists under construction.
-
-    Args:
-        program: one action list per worker.
-        graph: graph of its schedule.
-        rendezvous: as in ``action_lists``.
-        holding: as in ``action_lists``.
-    """
-
     def __init__(self, program: Program, graph: OpGraph, *, rendezvous: bool, holding: bool) -> None:
         self.rendezvous, self.holding = rendezvous, holding
         self.inputs = _inputs_by_op(graph)

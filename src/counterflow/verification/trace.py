@@ -210,7 +210,7 @@ def first_parting(
                 suspects[id(call)] = f"{place_of(layers, call.layer)}: {wrong}"
             continue
         twin = twins[id(call)]
-        error = 0.0 if twin is None else _parted(twin.returns, call.returns)
+        error = 0.0 if twin is None else _largest_difference(twin.returns, call.returns)
         if twin is not None and error <= limit:
             suspects.pop(id(call), None)
             agreed = f" (what {call.name!r} of layer {call.layer} returns is the same)"
@@ -246,7 +246,7 @@ def _begins(call: TracedCall, twin: TracedCall | None, number: int, times: int, 
             f"it calls {call.name!r} {number} times up to here, the model {times} in total; leave this call "
             "out, or the layer that is in the list twice"
         )
-    error = _parted(twin.takes, call.takes)
+    error = _largest_difference(twin.takes, call.takes)
     if error <= limit:
         return ""
     return (
@@ -262,19 +262,20 @@ def _by(error: float) -> str:
 def _twin(calls: Sequence[TracedCall], call: TracedCall, number: int, limit: float) -> TracedCall | None:
     if number < len(calls):
         return calls[number]
-    return next((candidate for candidate in calls if _parted(candidate.takes, call.takes) <= limit), None)
+    return next(
+        (candidate for candidate in calls if _largest_difference(candidate.takes, call.takes) <= limit), None
+    )
 
 
-def _parted(expected: Any, got: Any) -> float:
-    """The largest difference between the tensors of two values; a tensor on one side only is a difference."""
-    first, second = _tensors(expected), _tensors(got)
-    if first.keys() != second.keys():
+def _largest_difference(expected: Any, got: Any) -> float:
+    first, second = _tensors_by_place(expected), _tensors_by_place(got)
+    if first.keys() != second.keys():  # a tensor on one side only is a difference
         common = [difference(first[path], second[path]) for path in first.keys() & second.keys()]
         return max(common) if any(common) else float("inf")
     return max((difference(first[path], second[path]) for path in first), default=0.0)
 
 
-def _tensors(tree: Any) -> dict[str, Tensor]:
-    """Tensors by their place; the only tensor of a tree, as of a tuple of one, has no place."""
+def _tensors_by_place(tree: Any) -> dict[str, Tensor]:
+    # The only tensor of a tree is the same as that of a tuple of one: without a place.
     leaves = [(str(n), leaf) for n, leaf in enumerate(pytree.tree_leaves(tree)) if isinstance(leaf, Tensor)]
     return {"": leaves[0][1]} if len(leaves) == 1 else dict(leaves)

@@ -81,7 +81,9 @@ class Checkpoints(Base):  # type: ignore[misc]
         extra_state = {name: state[name] for name in ("step", "seed")}
         optimizer_state = {"state": states, "param_groups": groups, PIPELINE: extra_state}
         torch.save(optimizer_state, Path(output_dir) / OPTIMIZER)
-        torch.save(_for_groups(self.lr_scheduler.state_dict(), len(groups)), Path(output_dir) / SCHEDULER)
+        torch.save(
+            _schedule_for_groups(self.lr_scheduler.state_dict(), len(groups)), Path(output_dir) / SCHEDULER
+        )
         scaling = self.pipeline.weights.loss_scale
         if scaling is not None:
             torch.save(_of_grad_scaler(scaling), Path(output_dir) / SCALER)
@@ -175,7 +177,7 @@ class Checkpoints(Base):  # type: ignore[misc]
         self.optimizer = OptimizerView(self.pipeline, schedule["_last_lr"][0])
         self.lr_scheduler.optimizer = self.optimizer
         count = len(self.optimizer.param_groups)
-        self.lr_scheduler.load_state_dict(_for_groups(schedule, count))
+        self.lr_scheduler.load_state_dict(_schedule_for_groups(schedule, count))
 
 
 def _of_grad_scaler(scaling: LossScale) -> dict[str, float | int]:
@@ -188,6 +190,6 @@ def _of_grad_scaler(scaling: LossScale) -> dict[str, float | int]:
     }
 
 
-def _for_groups(schedule: dict[str, Any], count: int) -> dict[str, Any]:
-    """A learning-rate schedule's state for another number of groups, which all have the same rate."""
+def _schedule_for_groups(schedule: dict[str, Any], count: int) -> dict[str, Any]:
+    # All groups have the same rate.
     return schedule | {n: v[:1] * count for n, v in schedule.items() if isinstance(v, list)}

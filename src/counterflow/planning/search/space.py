@@ -236,7 +236,7 @@ def _without_candidates(
         elif mini_batch % replicas:
             reason = f"a mini-batch of {mini_batch} cannot be divided evenly among {replicas} replicas"
             yield depth, reason
-        elif not _samples(share, constraints):
+        elif not _micro_batch_sizes(share, constraints):
             reason = f"a replica's share of {share} samples cannot be cut into"
             if constraints.samples is not None:
                 sizes = ", ".join(map(str, constraints.samples))
@@ -263,7 +263,7 @@ def _of_depth(
     if depth == 1 and not scheme.synchronous:
         return  # there are no bubbles to save with old weights
     share = mini_batch // replicas
-    sizes = _samples(share, constraints)
+    sizes = _micro_batch_sizes(share, constraints)
     if scheme.updates_each_micro_batch and not constraints.more_updates:
         sizes = [share] if constraints.samples is None or share in constraints.samples else []
     for samples in sizes:
@@ -301,8 +301,7 @@ def _choices(scheme: Scheme, depth: int, micro_batches: int, layers: int) -> Ite
         yield tuple((base | dict(more)).items())
 
 
-def _samples(share: int, constraints: Constraints) -> list[int]:
-    """Sizes of micro-batches, in samples, into which a replica's share of the mini-batch can be cut."""
+def _micro_batch_sizes(share: int, constraints: Constraints) -> list[int]:
     sizes = constraints.samples
     if sizes is None:
         powers = [2**i for i in range(share.bit_length())]
@@ -319,7 +318,7 @@ def _why_none(
         tried = {
             value_of(scheme, name, options)
             for depth in depths
-            for samples in _samples(mini_batch // (cluster.size // depth), constraints)
+            for samples in _micro_batch_sizes(mini_batch // (cluster.size // depth), constraints)
             for options in _choices(
                 scheme, depth, mini_batch // (cluster.size // depth) // samples, len(model.layers)
             )

@@ -52,14 +52,14 @@ def signs(text: str) -> str:
                 raise _wrong(text, place, _SIGNS if group is None else "the layers of the group")
             if times is None:
                 raise _wrong(text, token.end(), "*n, which says how often the group is repeated")
-            count += len(group) * (_number(times) - 1)
+            count += len(group) * (_repetitions(times) - 1)
             _refuse_many(text, count)
-            letters += group * _number(times)
+            letters += group * _repetitions(times)
             group = None
         else:
-            count += _number(times)
+            count += _repetitions(times)
             _refuse_many(text, count)
-            (letters if group is None else group).extend(sign * _number(times))
+            (letters if group is None else group).extend(sign * _repetitions(times))
         place = token.end()
     if group is not None:
         raise _wrong(text, len(text), f") and *n, which end the group that begins at character {opened + 1}")
@@ -129,10 +129,10 @@ def _folds(pieces: Sequence[str]) -> list[tuple[int, int]]:
     return folds
 
 
-def _number(times: str | None) -> int:
-    """Repetitions of a sign; all numbers of more digits than any layout needs are one too large."""
+def _repetitions(times: str | None) -> int:
     if times is None:
         return 1
+    # No layout needs ten digits: all such numbers are one that is too large.
     return int(times) if len(times.lstrip("0")) < 10 else 10**9
 
 

@@ -55,7 +55,9 @@ class Restarts:
         """
         failures = [event for event in of_this_start(self.folder) if event["event"] == FAILED]
         own_failures = [
-            (event["step"], _words(event["message"])) for event in failures[-2:] if not event["lost"]
+            (event["step"], _without_numbers(event["message"]))
+            for event in failures[-2:]
+            if not event["lost"]
         ]
         if len(own_failures) > 1 and own_failures[0] == own_failures[1]:
             return f"step {failures[-1]['step']} failed twice in the same way, so it is not tried again"
@@ -65,8 +67,8 @@ class Restarts:
         return None
 
 
-def _words(message: str) -> str:
-    """A message without the parts that differ each time: numbers of workers, addresses and other numbers."""
+def _without_numbers(message: str) -> str:
+    # Numbers of workers, addresses and other numbers differ each time.
     return re.sub(r"0x[0-9a-f]+|[\d.]+", "#", message)
 
 
