@@ -21,7 +21,7 @@ from counterflow.errors import ConfigError, WorkerError
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.stages.sharing.reach import reach_of
 from counterflow.runtime.stages.sharing.sources import Use, use_of
-from counterflow.runtime.stages.sharing.subjects import Snapshot, Subject
+from counterflow.runtime.stages.sharing.subjects import SharedSubject, Snapshot
 from counterflow.runtime.workers.launch import launch
 
 from ...kit import batch, sgd
@@ -595,7 +595,7 @@ def test_changes_of_entries() -> None:
     notes: dict[str, Any] = {"table": torch.zeros(2), "calls": 1, "none": None, "seen": [1]}
     table = torch.zeros(2)
     notes["same"] = table
-    snapshot = Snapshot(Subject(notes))
+    snapshot = Snapshot(SharedSubject(notes))
     assert snapshot.changed() == (set(), set())
     notes["same"] = torch.zeros(2)  # equal contents
     assert snapshot.changed() == (set(), set())
@@ -607,6 +607,6 @@ def test_changes_of_entries() -> None:
     assert snapshot.changed() == (set(), {"none", "more", "table", "calls"})
     del notes["seen"]
     assert snapshot.changed()[0] == {"seen"}
-    values = Snapshot(Subject(table))
+    values = Snapshot(SharedSubject(table))
     table.data.add_(1)
     assert values.changed() == ({""}, set())

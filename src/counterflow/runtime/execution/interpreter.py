@@ -34,11 +34,11 @@ from .forwards import RunForward
 from .in_flight import InFlight
 from .meters import clock_of
 from .outputs import Outputs
-from .tasks import DoOther, ReceiveTask, SendTask, Task, Tasks, Tools
+from .tasks import ActionTask, DoOther, ReceiveTask, SendTask, Tasks, Tools
 
 _NOTHING = nullcontext()
 
-TASKS: Mapping[OpKind | type[Action], Callable[[Any, Tools, int], Task]] = {
+TASKS: Mapping[OpKind | type[Action], Callable[[Any, Tools, int], ActionTask]] = {
     OpKind.FORWARD: RunForward,
     OpKind.BACKWARD: RunBackward,
     OpKind.INPUT_GRADIENT: RunBackward,
@@ -107,7 +107,7 @@ class Interpreter:
             handlers: functions of the actions that are neither ops nor messages.
             period_offset: how many periods later than it says it is going to run.
         """
-        tasks: list[Task] = []
+        tasks: list[ActionTask] = []
         last_loss: RunForward | None = None
         last: dict[tuple[int, int], GradientTask] = {}
         for action in program.actions[self.worker]:
@@ -158,7 +158,7 @@ class Interpreter:
             self.in_flight.admit(batch)
         status, now = self.transport.status, time.monotonic
         named = profiling()
-        task: Task | None = None
+        task: ActionTask | None = None
         try:
             around = self._precisions[0].step() if self._precisions else _NOTHING
             with torch.set_grad_enabled(batch is None or batch.training), around, collecting(by_stage=True):
@@ -195,7 +195,7 @@ class Interpreter:
         for precision in self._precisions:
             precision.forget()
 
-    def _place(self, tasks: Tasks, task: Task | None) -> str:
+    def _place(self, tasks: Tasks, task: ActionTask | None) -> str:
         """``worker 2, action 5: Forward F1.2``."""
         if task is None:
             return f"worker {self.worker}"
@@ -227,7 +227,7 @@ class Interpreter:
         ]
 
 
-def _run_named(task: Task) -> None:
+def _run_named(task: ActionTask) -> None:
     with record_function(str(task.action)):
         task.run()
 

@@ -25,7 +25,7 @@ from .outputs import Outputs
 from .skips import OpSkips
 
 
-class Task(ABC):
+class ActionTask(ABC):
     """An action, ready to be run.
 
     Args:
@@ -57,7 +57,7 @@ class Tools:
     stages: Mapping[int, LocalStage]
 
 
-class RunOp(Task):
+class RunOp(ActionTask):
     """An op: it receives its input, computes, and publishes its result; it occupies its lane in between.
 
     Args:
@@ -123,7 +123,7 @@ class RunOp(Task):
         """Publish the result for the ops that depend on it."""
 
 
-class _MessageTask(Task):
+class _MessageTask(ActionTask):
     """A message.
 
     Args:
@@ -156,7 +156,7 @@ class ReceiveTask(_MessageTask):
         self._messages.receive(self.envelope, batch.known, batch.learnt)
 
 
-class DoOther(Task):
+class DoOther(ActionTask):
     """An action that is neither an op nor a message.
 
     Args:
@@ -182,10 +182,10 @@ class Tasks:
         rest: the tasks after them.
     """
 
-    local_prefix: tuple[Task, ...]
-    rest: tuple[Task, ...]
+    local_prefix: tuple[ActionTask, ...]
+    rest: tuple[ActionTask, ...]
 
-    def __iter__(self) -> Iterator[Task]:
+    def __iter__(self) -> Iterator[ActionTask]:
         yield from self.local_prefix
         yield from self.rest
 

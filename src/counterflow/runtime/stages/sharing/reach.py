@@ -32,7 +32,7 @@ from .subjects import (
     LARGEST,
     LIBRARIES,
     OPAQUE,
-    Subject,
+    SharedSubject,
     attributes,
     entries_of,
     is_library,
@@ -86,7 +86,7 @@ class Reached:
         paths: paths to it, the first ones.
     """
 
-    subject: Subject
+    subject: SharedSubject
     paths: list[Path]
 
 
@@ -109,13 +109,13 @@ Root = tuple[int, object]
 
 def reach_of(roots: Iterable[Root]) -> Reach:
     """Return the reach of one stage's layers."""
-    walk = _Walk()
+    walk = _ObjectWalk()
     for index, root in roots:
         walk.follow(root, ((Kind.LAYER, index),))
     return walk.reach
 
 
-class _Walk:
+class _ObjectWalk:
     def __init__(self) -> None:
         self.reach = Reach()
         self._seen: dict[Hashable, object] = {}
@@ -135,10 +135,10 @@ class _Walk:
                 queue += [(child, (*path, step)) for step, child in self._children(value)]
 
     def _note(self, value: object, path: Path) -> None:
-        if isinstance(value, Subject):
+        if isinstance(value, SharedSubject):
             subject = value
         elif is_subject(value):
-            subject = Subject(value)
+            subject = SharedSubject(value)
         else:
             return
         entry = self.reach.reached.setdefault(subject.key, Reached(subject, []))
@@ -146,7 +146,7 @@ class _Walk:
             entry.paths.append(path)
 
     def _children(self, value: Any) -> Iterator[tuple[Step, object]]:
-        if isinstance(value, Subject):
+        if isinstance(value, SharedSubject):
             yield from ()
         elif isinstance(value, nn.Module):
             yield from _of_module(value)
@@ -237,7 +237,7 @@ def _of_variable(scope: dict[str, Any], name: str, code: CodeType) -> Iterator[t
         if not is_library(value):
             yield (Kind.NAME, name), value
     elif name in scope or not hasattr(builtins, name):
-        yield (Kind.VARIABLE, name), Subject(scope, name)
+        yield (Kind.VARIABLE, name), SharedSubject(scope, name)
         yield (Kind.NAME, name), value
 
 

@@ -77,7 +77,7 @@ def is_subject(value: object) -> bool:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Subject:
+class SharedSubject:
     """Object that may change, or variable of a module.
 
     Attributes:
@@ -112,7 +112,7 @@ class Subject:
 
 
 def entries_of(value: Any) -> dict[Hashable, Any]:
-    """Return an object's entries, as ``Subject.entries``."""
+    """Return an object's entries, as ``SharedSubject.entries``."""
     kind = next((kind for kind in _ENTRIES if isinstance(value, kind)), None)
     return attributes(value) if kind is None else _ENTRIES[kind](value)
 
@@ -195,7 +195,7 @@ class Snapshot:
         subject: the subject.
     """
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: SharedSubject) -> None:
         self._subject = subject
         self._contents = {key: (value, _state_of(value)) for key, value in subject.entries().items()}
 
