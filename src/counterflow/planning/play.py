@@ -83,7 +83,7 @@ class Play:
             p2p=_scaled(network_.latency_seconds, scale),
             p2p_per_byte=_scaled(network_.seconds_per_byte, scale),
             message_bytes=self.stages.message_bytes,
-            skip_bytes=tuple(self.stages.message_share * size for _, size in self.stages.skips) or 0.0,
+            skip_bytes=self.stages.skip_bytes or 0.0,
             overlap=cluster.overlap,
             ways=network_.ways,
             sync=sync,

@@ -150,7 +150,7 @@ class Predictor:
             on=links,
         )
         if self.model.gradient_share < 1 and needs_sync(schedule, configuration.replicas):
-            stages = stages.with_residuals()
+            stages = self._stage_costs(stages.cuts, stages.samples, residuals=True)
         skips = [link for link, _ in stages.skips]
         if skips or schedule.workload.skips:
             schedule = schedule.with_skips(skips)

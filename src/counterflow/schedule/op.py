@@ -34,7 +34,7 @@ class Lane(Enum):
 
 class Saved(Enum):
     """Tensors of a micro-batch that a stage stores from one op to a later one; ``OpKind`` says which ops
-    begin and end their lives.
+    begin and end their lives. Those of a state live from a slice to another one, see ``OpKind.carries``.
     """
 
     __hash__ = object.__hash__
@@ -42,6 +42,9 @@ class Saved(Enum):
     ACTIVATIONS = "activations"
     RECOMPUTED = "recomputed activations"
     WEIGHT_OPERANDS = "operands of weight gradients"
+    STATE = "state of slices that is not among their activations, as far as it grows with them"
+    SLICE_STATE = "state of a slice however short it is"
+    STATE_GRADIENTS = "gradients of the state"
 
 
 class OpKind(Enum):
@@ -124,7 +127,7 @@ class OpKind(Enum):
 
 F, B, I, W, R = OpKind  # noqa: E741 - the letters of the papers, for orders
 _OUT, _IN, _WEIGHTS = Product
-_ACTIVATIONS, _RECOMPUTED, _OPERANDS = Saved
+_ACTIVATIONS, _RECOMPUTED, _OPERANDS, *_ = Saved
 
 
 class _Facts(NamedTuple):

@@ -164,7 +164,7 @@ class Costs:
             recomputations keep them.
         ops: costs of ops, in place of ``forward`` to ``weight_gradients``, ``recompute`` and the activations
             in ``memory``; with them devices may differ, and doubled ops have measured costs.
-        memory: byte costs, or bytes by stage after ``recompute``; None omits memory.
+        memory: byte costs, or bytes of the stages after ``recompute``; None omits memory.
         relative: True if times are in forwards instead of seconds; None: if no time was given.
 
     Raises:
@@ -250,7 +250,7 @@ class Costs:
     )
     recompute_ahead: bool = True
     ops: OpCosts | None = None
-    memory: ByteCosts | StageBytes | None = None
+    memory: ByteCosts | Sequence[StageBytes] | None = None
     relative: bool | None = None
 
     def __post_init__(self) -> None:
@@ -340,9 +340,11 @@ _NO_TIMES = frozenset(
 _TIMES = {field.name: field.default for field in fields(Costs) if field.name not in _NO_TIMES}
 
 
-def stage_bytes(costs: ByteCosts | StageBytes, recompute: Recompute, stages: int) -> StageBytes:
-    """Byte costs after a kind of recomputation; ``StageBytes`` are already made for one."""
-    if isinstance(costs, StageBytes):
+def stage_bytes(
+    costs: ByteCosts | Sequence[StageBytes], recompute: Recompute, stages: int
+) -> Sequence[StageBytes]:
+    """Bytes of the stages after a kind of recomputation; ``StageBytes`` are already made for one."""
+    if not isinstance(costs, ByteCosts):
         return costs
 
     def amounts(name: str, instead: PerStage = 0.0) -> list[float]:
@@ -359,20 +361,24 @@ def stage_bytes(costs: ByteCosts | StageBytes, recompute: Recompute, stages: int
         stash = [i * n for i, n in zip(inputs, layers, strict=True)]
         layer = [max(f - s, 0.0) / n for f, s, n in zip(full, stash, layers, strict=True)]
         stash, layer = amounts("layer_inputs", stash), amounts("largest_layer", layer)
-    return StageBytes(
-        weights=list(map(add, amounts("weights"), amounts("casts"))),
-        fixed=list(map(add, amounts("gradients", costs.weights), amounts("optimizer"))),
-        tensors={
-            Saved.ACTIVATIONS: stash,
-            Saved.RECOMPUTED: recomputed,
-            Saved.WEIGHT_OPERANDS: amounts("kept_for_weights", full),
-        },
-        space={kind: layer if kind.again and kind.makes else none for kind in OpKind},
-        state=amounts("state"),
-        slice_state=amounts("slice_state"),
-        state_gradients=amounts("state_gradients", costs.state),
-        recomputed=recompute is not Recompute.NONE,
-    )
+    tensors = {
+        Saved.ACTIVATIONS: stash,
+        Saved.RECOMPUTED: recomputed,
+        Saved.WEIGHT_OPERANDS: amounts("kept_for_weights", full),
+        Saved.STATE_GRADIENTS: amounts("state_gradients", costs.state),
+    }
+    if recompute is not Recompute.NONE:
+        tensors |= {Saved.STATE: amounts("state"), Saved.SLICE_STATE: amounts("slice_state")}
+    weights = map(add, amounts("weights"), amounts("casts"))
+    fixed = map(add, amounts("gradients", costs.weights), amounts("optimizer"))
+    return [
+        StageBytes(
+            *state,
+            tensors={saved: by_stage[stage] for saved, by_stage in tensors.items()},
+            space={kind: layer[stage] if kind.again and kind.makes else 0.0 for kind in OpKind},
+        )
+        for stage, state in enumerate(zip(weights, fixed, strict=True))
+    ]
 
 
 def stage_ops(costs: Costs, stages: int) -> StageOps:

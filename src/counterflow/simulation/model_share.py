@@ -17,7 +17,6 @@ from counterflow.errors import ConfigError
 from counterflow.schedule.placement import Placement
 
 from .costs import ByteCosts, Costs
-from .op_costs import StageBytes
 
 Record = TypeVar("Record", Costs, ByteCosts)
 
@@ -49,7 +48,7 @@ def of_stages(costs: Costs, placement: Placement, unit: CostsOf) -> Costs:
     """
     if unit is CostsOf.STAGE:
         return costs
-    if costs.ops is not None or isinstance(costs.memory, StageBytes):
+    if costs.ops is not None or not isinstance(costs.memory, ByteCosts | None):
         raise ConfigError(f"costs of ops are those of one schedule's stages; give costs of a {unit}")
     share = (placement.workers if unit is CostsOf.WORKER else 1) / placement.stages
     memory = None if costs.memory is None else _divided(costs.memory, share, unit)

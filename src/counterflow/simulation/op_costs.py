@@ -148,33 +148,25 @@ _RESTORED_BY = {kind.restores: kind for kind in OpKind if kind.restores is not N
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    """Bytes by stage, after recomputation.
+    """Bytes of a stage, after recomputation.
 
     Attributes:
         weights: one version of the weights, and its casts.
         fixed: gradients and optimiser state.
         tensors: bytes of one micro-batch that are saved from one op to a later one; their lives are facts of
-            the kinds of ops.
+            the kinds of ops. No entry: none.
         space: for each kind of op, further bytes while it runs; of a backward without those of a
             recomputation.
-        state: bytes of one micro-batch that slices leave to later ones; empty: none.
-        slice_state: bytes of it that each slice leaves however short it is, in addition; empty: none.
-        state_gradients: gradients of ``state``; empty: as many.
-        recomputed: True if saved activations are without them, because the rest is computed again.
     """
 
-    weights: list[float]
-    fixed: list[float]
-    tensors: Mapping[Saved, list[float]]
-    space: Mapping[OpKind, list[float]]
-    state: list[float] = field(default_factory=list)
-    slice_state: list[float] = field(default_factory=list)
-    state_gradients: list[float] = field(default_factory=list)
-    recomputed: bool = False
+    weights: float
+    fixed: float
+    tensors: Mapping[Saved, float]
+    space: Mapping[OpKind, float]
 
     def of_piece(self, piece: Piece) -> tuple[float, float]:
         """Bytes that an op adds when it starts and when it has ended."""
-        amounts = self.changes(piece.kind, piece.stage, recomputed=piece.recomputed)
+        amounts = self.changes(piece.kind, recomputed=piece.recomputed)
         at_start, at_end = (amount * piece.work for amount in amounts)
         state_at_start, state_at_end = self.state_changes(piece)
         return at_start + state_at_start, at_end + state_at_end
@@ -187,37 +179,37 @@ class StageBytes:
         the last slice's backward until its own.
         """
         at_start = at_end = 0.0
-        if not self.state or not piece.sliced:
+        if not piece.sliced or Saved.STATE_GRADIENTS not in self.tensors:
             return at_start, at_end
-        state = self.state[piece.stage] * piece.micro_batches
-        alone = self.slice_state[piece.stage] * piece.micro_batches if self.slice_state else 0.0
-        gradients = self.state_gradients[piece.stage] * piece.micro_batches if self.state_gradients else state
+        state, constant, gradients = (
+            self.tensors.get(stored, 0.0) * piece.micro_batches
+            for stored in (Saved.STATE, Saved.SLICE_STATE, Saved.STATE_GRADIENTS)
+        )
         share = [length / sum(piece.lengths) for length in piece.lengths]
         last = piece.part == len(share) - 1
-        if self.recomputed and piece.kind.whole and not last:
-            at_start += state * share[piece.part] + alone
+        if piece.kind.whole and not last:
+            at_start += state * share[piece.part] + constant
         if piece.kind.carries < 0:
-            at_end -= state * share[piece.part - 1] + alone if self.recomputed and piece.part else 0.0
+            at_end -= state * share[piece.part - 1] + constant if piece.part else 0.0
             at_start += gradients * piece.before if last else 0.0
             at_end -= 0.0 if last else gradients * share[piece.part]
         return at_start, at_end
 
-    def changes(self, kind: OpKind, stage: int, *, recomputed: bool) -> tuple[float, float]:
+    def changes(self, kind: OpKind, *, recomputed: bool) -> tuple[float, float]:
         """Bytes that an op on one micro-batch adds when it starts and when it has ended.
 
         Args:
             kind: kind of the op.
-            stage: its stage.
             recomputed: True if a recomputation precedes each backward; otherwise the backward recomputes.
         """
-        space = self.space[kind][stage]
-        saved = sum(self.tensors[stored][stage] for stored in (kind.saves, kind.restores) if stored)
-        freed = sum(self.tensors[tensors][stage] for tensors in kind.frees)
+        tensors, space = self.tensors, self.space[kind]
+        saved = sum(tensors.get(stored, 0.0) for stored in (kind.saves, kind.restores) if stored)
+        freed = sum(tensors.get(stored, 0.0) for stored in kind.frees)
         if kind.again is not None and kind.makes and not recomputed:
-            for tensors in kind.frees:
-                if restorer := _RESTORED_BY.get(tensors):  # they begin and end with this op
-                    restored = self.tensors[tensors][stage]
-                    space = restored + max(space, self.space[restorer][stage])
+            for stored in kind.frees:
+                if restorer := _RESTORED_BY.get(stored):  # they begin and end with this op
+                    restored = tensors.get(stored, 0.0)
+                    space = restored + max(space, self.space[restorer])
                     freed -= restored
         if kind.frees:  # what it saves is a part of what it frees
             return space, saved - freed - space
@@ -233,14 +225,14 @@ class StageOps:
         samples: samples of a micro-batch.
         recompute: what a backward computes again: only layers, in the same op or, complete stages, in one of
             its own.
-        memory: bytes by stage; None: not counted.
+        memory: bytes of the stages; None: not counted.
         slowness: factor of seconds by worker; empty: all workers are equal.
     """
 
     stages: Sequence[LayerCost]
     samples: float
     recompute: Recompute
-    memory: StageBytes | None = None
+    memory: Sequence[StageBytes] | None = None
     slowness: Sequence[float] = ()
 
     def seconds(self, piece: Piece) -> float:
@@ -266,7 +258,7 @@ class StageOps:
 
     def bytes(self, piece: Piece) -> tuple[float, float]:
         """Bytes that an op adds, see ``OpCosts``."""
-        return (0.0, 0.0) if self.memory is None else self.memory.of_piece(piece)
+        return (0.0, 0.0) if self.memory is None else self.memory[piece.stage].of_piece(piece)
 
 
 def forward_runs(

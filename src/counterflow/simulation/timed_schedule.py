@@ -252,17 +252,18 @@ class TimedSchedule:
         added = np.array([ops.bytes(piece) for piece in pieces]).reshape(-1, 2)[which]
         table = stage_bytes(costs.memory, Recompute(costs.recompute), schedule.stages)
         versions = np.zeros(len(which))
-        bases = schedule.placement.summed(table.fixed)
+        weights = [stage.weights for stage in table]
+        bases = schedule.placement.summed([stage.fixed for stage in table])
         if schedule.synchronous:  # one version exists throughout
-            bases = list(map(add, bases, schedule.placement.summed(table.weights)))
+            bases = list(map(add, bases, schedule.placement.summed(weights)))
         for worker, first in enumerate(() if schedule.synchronous else self.first[:-1]):
             for stage, version, born, dies in version_lives(schedule, worker):
                 if version and born >= 0:
-                    versions[first + born] += table.weights[stage]
+                    versions[first + born] += weights[stage]
                 elif version == 0:
-                    bases[worker] += table.weights[stage]
+                    bases[worker] += weights[stage]
                 if dies is not None and dies >= 0:
-                    versions[first + dies] -= table.weights[stage]
+                    versions[first + dies] -= weights[stage]
         return Changes(bases, added[:, 0], added[:, 1], versions)
 
     def synced(self, costs: Costs) -> bool:

@@ -197,7 +197,7 @@ def _bytes(workload: Workload, costs: Costs, letters: Sequence[Letter], limit: L
     memory = stage_bytes(costs.memory, Recompute(costs.recompute), placement.stages)
     most = []
     for worker, all_bytes in enumerate(_limits("memory_bytes", limit, placement.workers)):
-        base = sum(memory.fixed[stage] + memory.weights[stage] for _, stage in placement.stages_on(worker))
+        base = sum(memory[stage].fixed + memory[stage].weights for _, stage in placement.stages_on(worker))
         if base >= all_bytes:
             raise ConfigError(
                 f"memory_bytes={all_bytes:,.0f}: worker {worker} holds {base:,.0f} bytes of weights, "

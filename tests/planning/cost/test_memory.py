@@ -16,8 +16,9 @@ from counterflow.planning import (
     Profile,
     predict,
 )
-from counterflow.planning.cost.stage_memory import stage_memory
+from counterflow.planning.cost.stage_memory import stage_bytes
 from counterflow.schedule.modes import Recompute
+from counterflow.schedule.op import OpKind, Saved
 
 LAYER = LayerProfile(
     samples=(1,),
@@ -32,6 +33,11 @@ LAYER = LayerProfile(
     update_peak_bytes=7.0,
 )
 CLUSTER = Cluster("c", 2, 1, memory_bytes=1e6, inside=Link(0, 0), between=Link(0, 0))
+
+
+def _backward_space(layers: list[LayerProfile], recompute: Recompute = Recompute.NONE) -> float:
+    """Bytes of a backward of the layers of a stage while it runs."""
+    return stage_bytes(layers, [10.0, 10.0], 1, recompute)[1][OpKind.BACKWARD]
 
 
 def _predicted(layer: LayerProfile) -> tuple[object, ...]:
@@ -63,8 +69,9 @@ def test_an_output_that_its_layer_keeps_counts_once() -> None:
         forward_peak_bytes=(10,),
     )  # fmt: skip
     linear = LayerProfile((1,), (0,), (0,), (10,), 0.0, 10.0, forward_peak_bytes=(10,))
-    found = stage_memory([linear, relu, linear], [10.0] * 3, 1)
-    assert (found.saved, found.beyond_input) == (20.0, 10.0)
+    stage = [linear, relu, linear], [10.0] * 3, 1
+    assert stage_bytes(*stage)[0][Saved.ACTIVATIONS] == 20.0
+    assert stage_bytes(*stage, Recompute.STAGE)[0][Saved.RECOMPUTED] == 10.0
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -83,10 +90,10 @@ def test_computed_layer_by_layer_a_stage_holds_its_inputs_its_loss_and_one_layer
     block = replace(LAYER, kept_output_bytes=(0.0,))
     head = replace(block, saved_bytes=(36.0,), kept_anyway_bytes=(6.0,), forward_peak_bytes=(41.0,))
     # The last layer's 20, and 25 of its backward; then its input is gone, and its loss.
-    assert stage_memory([block, block], [10.0, 10.0], 1).layer_backward == 45.0
-    assert stage_memory([block, head], [10.0, 10.0], 1).layer_backward == 45.0
+    assert _backward_space([block, block], Recompute.LAYER) == 45.0
+    assert _backward_space([block, head], Recompute.LAYER) == 45.0
     wide = replace(block, saved_bytes=(130.0,))
-    assert stage_memory([wide, head], [10.0, 10.0], 1).layer_backward == 145.0 - 6.0
+    assert _backward_space([wide, head], Recompute.LAYER) == 145.0 - 6.0
 
 
 def test_recomputed_by_layer_the_loss_of_each_micro_batch_stays() -> None:
@@ -118,19 +125,20 @@ def test_between_the_halves_of_a_backward_layers_whose_weights_wait_hold_their_i
         LAYER, kept_bytes=(24.0,), kept_gradient_bytes=(12.0,), kept_output_bytes=(0.0,),
         held_input_bytes=(10.0,), input_gradient_peak_bytes=(40.0,),
     )  # fmt: skip
-    found = stage_memory([block, block], [10.0, 10.0], 1)
+    tensors, space = stage_bytes([block, block], [10.0, 10.0], 1)
     # 12 saved and 12 of gradients of each, the second one's input, and the stage's own.
-    assert found.kept == 2 * 24.0 + 10.0 + 10.0
+    assert tensors[Saved.WEIGHT_OPERANDS] == 2 * 24.0 + 10.0 + 10.0
     # When the first layer has its turn, the second one has dropped 8 of its 20, and left 12 of gradients but
     # for the output's 10, which is somebody else's; and there is the gradient of its input.
-    assert found.input_gradient == 40.0 - 8.0 + 2.0 + 10.0
+    assert space[OpKind.INPUT_GRADIENT] == 40.0 - 8.0 + 2.0 + 10.0
     unused = replace(block, held_input_bytes=(0.0,), kept_bytes=(34.0,))  # its weights need the input
-    assert stage_memory([unused, unused], [10.0, 10.0], 1).kept == found.kept
+    operands = stage_bytes([unused, unused], [10.0, 10.0], 1)[0][Saved.WEIGHT_OPERANDS]
+    assert operands == tensors[Saved.WEIGHT_OPERANDS]
 
 
 def test_gradients_of_cast_weights_stay_to_the_end_of_a_backward() -> None:
     block = replace(LAYER, cast_bytes=50.0, kept_output_bytes=(0.0,))
     # The first layer's 25, the gradient of its output; the other one's 30 have gone, and 50 have come.
-    assert stage_memory([block, block], [10.0, 10.0], 1).backward == 25.0 + 10.0 - 30.0 + 50.0
+    assert _backward_space([block, block]) == 25.0 + 10.0 - 30.0 + 50.0
     frozen = replace(block, frozen_bytes=100.0)
-    assert stage_memory([frozen, frozen], [10.0, 10.0], 1).backward == 25.0
+    assert _backward_space([frozen, frozen]) == 25.0

@@ -10,20 +10,25 @@ import pytest
 
 from counterflow.planning.cost.device_placement import Network
 from counterflow.planning.cost.sharded_state import ShardedState
-from counterflow.planning.cost.stage_memory import StageMemory
 from counterflow.planning.cost.stages import StageCosts, StageTie
 from counterflow.planning.inputs.cluster import Cluster, Collective, Link
+from counterflow.planning.inputs.model import Model
+from counterflow.planning.inputs.profile import LayerProfile, Profile
 from counterflow.planning.search.bounds import Common, _Stashes, _WorkerState, common
 from counterflow.planning.search.least_times import MinimumTimes, PipeTimes, least_times
 from counterflow.planning.search.order_free_bounds import WorkerBounds, _ready, _summed
 from counterflow.planning.search.path_bounds import HopCosts, PathBounds
 from counterflow.planning.search.shape import WorkloadShape
 from counterflow.schedule.modes import Recompute
-from counterflow.schedule.op import B, F, I, OpKind, W
+from counterflow.schedule.op import B, F, I, OpKind, Saved, W
 from counterflow.schedule.placement import Placement, bidirectional, linear, looped, wave
 from counterflow.simulation.layer_cost import LayerCost, Line
+from counterflow.simulation.op_costs import StageBytes
 
 CLUSTER = Cluster("c", nodes=1, devices=2, memory_bytes=1000.0, inside=Link(0.0, 0.0), between=Link(0.0, 0.0))
+PROFILE = Profile(
+    "p", "", "", {"stage": LayerProfile((1.0,), (0.0,), (0.0,), (0.0,), weights_bytes=0.0, output_bytes=0.0)}
+)
 
 
 def costs(forward: tuple[float, ...], backward: tuple[float, ...], **others: Any) -> StageCosts:
@@ -32,24 +37,30 @@ def costs(forward: tuple[float, ...], backward: tuple[float, ...], **others: Any
     half = tuple(b / 2 for b in backward)
     none = (0.0,) * stages
     split = (others.pop(name, half) for name in ("input_gradient", "weight_gradients"))
-    found: dict[str, Any] = {
-        "samples": 1,
-        "cuts": tuple(range(1, stages)),
+    weights, stash = others.pop("weights", none), others.pop("stash", none)
+    ties: tuple[StageTie, ...] = others.pop("ties", ())
+    gradients = others.pop("gradients", weights)
+    values: dict[str, Any] = {
         "layers": tuple(
             layers({F: (f / 2, f, 2 * f), B: (b / 2, b, 2 * b), I: (i / 2, i, 2 * i), W: (w / 2, w, 2 * w)})
             for f, b, i, w in zip(forward, backward, *split, strict=True)
         ),
-        "output_bytes": none,
-        "weights": none,
-        "casts": none,
-        "gradients": others.get("weights", none),
-        "optimizer": none,
-        "memory": tuple(StageMemory(saved=size) for size in others.pop("stash", none)),
+        "_ties": (ties, [none] * stages),
         "trained": none,
         "summed": none,
     }
-    found |= others
-    return StageCosts(**{"synced": found["summed"], **found})  # gradients as large as their weights
+    rows = zip(weights, gradients, stash, strict=True)
+    memory = tuple(StageBytes(w, g, {Saved.ACTIVATIONS: size}, {}) for w, g, size in rows)
+    plain = StageCosts(Model("m", ("stage",) * stages), PROFILE, tuple(range(1, stages)), 1)
+    summed = others.get("summed", none)  # gradients as large as their weights
+    return changed(plain, **values | {"_tables": {Recompute.NONE: memory}, "synced": summed} | others)
+
+
+def changed(stages: StageCosts, **values: Any) -> StageCosts:
+    """The stages with values in place of those that follow from their layers."""
+    copied = replace(stages)
+    vars(copied).update(vars(stages) | values)
+    return copied
 
 
 def layers(seconds: dict[OpKind, tuple[float, ...]], overhead: float = 0.0) -> LayerCost:
@@ -284,7 +295,7 @@ def test_sums_that_share_the_way_out_of_a_node() -> None:
 
 def test_weight_gradients_may_come_last() -> None:
     split = costs((1.0, 2.0), (4.0, 8.0), input_gradient=(2.0, 3.0), weight_gradients=(2.0, 5.0))
-    stages = replace(STAGES, layers=split.layers)
+    stages = changed(STAGES, layers=split.layers)
     shape = straight(2, 3, split=True)
     # Worker 1 begins at 1 and has 3 · 10 to do; to the end of stage 0's it is 1 + 3 · 5 + 2.
     assert bounded(shape, stages, links(2)).bounds(None).seconds == 31
@@ -366,7 +377,7 @@ SECONDS = {F: (3.75, 8.0, 12.0), B: (7.0, 18.0, 40.0), I: (2.0, 5.0, 10.0), W: (
 def one(**others: tuple[float, ...]) -> StageCosts:
     """One stage with these seconds, without the overhead, in place of ``SECONDS``."""
     seconds = SECONDS | {OpKind(letter): row for letter, row in others.items()}
-    return replace(costs((1.0,), (1.0,)), layers=(layers(seconds, 2.0),))
+    return costs((1.0,), (1.0,), layers=(layers(seconds, 2.0),))
 
 
 @pytest.mark.parametrize(
@@ -468,5 +479,5 @@ def test_a_pipe_that_nothing_passes_stashes_nothing() -> None:
 
 
 def test_where_messages_are_walked_their_buffers_are_not_there_throughout() -> None:
-    walked = replace(STAGES, measured=True)
+    walked = changed(STAGES, measured=True)
     assert bounded(straight(2, 3), walked, links(2)).bounds(None).least_bytes == 200 + 10

@@ -122,15 +122,14 @@ class _Walk:
         self.workload, self.work = schedule.workload, schedule.workload.work
         self.table, self.outputs = stages.table(recompute), stages.output_bytes
         self.last = schedule.stages - 1
-        memory = stages.memory
-        self.entering = [stage.inputs for stage in memory]
-        needed = [stage.saved - stage.beyond_input for stage in memory]
-        self.between = [stage.kept - inputs for stage, inputs in zip(memory, needed, strict=True)]
+        self.entering = stages.inputs
+        needed = stages.saved_inputs(Recompute.NONE)
+        rows = zip(self.table, needed, strict=True)
+        self.between = [stage.tensors[Saved.WEIGHT_OPERANDS] - inputs for stage, inputs in rows]
         """Bytes that input gradients save, without inputs."""
-        recomputes = recompute is not Recompute.NONE
-        self.counted = self.entering if recomputes else needed
+        self.counted = stages.saved_inputs(recompute)
         """Bytes of inputs that forwards leave."""
-        self.saved_outputs = [0.0 if recomputes else stage.kept_output for stage in memory]
+        self.saved_outputs = stages.saved_outputs(recompute)
         """Bytes of outputs that forwards leave."""
         self.stash = 0.0
         self.recomputed: dict[tuple[object, ...], float] = {}
@@ -205,15 +204,15 @@ class _Walk:
         self.recomputed[op[1:]] = stays
 
     def _changes(self, op: Op) -> tuple[float, float]:
-        return self.table.changes(op.kind, op.stage, recomputed=self.workload.recomputes)
+        return self.table[op.stage].changes(op.kind, recomputed=self.workload.recomputes)
 
     def _of_state(self, op: Op) -> tuple[float, float]:
         """Bytes of states that an op adds when it starts, and when it has ended; whole micro-batches have
         none.
         """
-        if not self.table.state or self.workload.slices == 1:
+        if self.workload.slices == 1:
             return 0.0, 0.0
-        return self.table.state_changes(Piece.of(op, self.worker, self.workload))
+        return self.table[op.stage].state_changes(Piece.of(op, self.worker, self.workload))
 
     def _unsaved_output(self, stage: int) -> float:
         return max(0.0, self.outputs[stage] - self.saved_outputs[stage])
@@ -225,7 +224,7 @@ class _Walk:
             self._free_sent(op)
         gradient = self.outputs[stage] * self.work(op) if stage < self.last else 0.0
         inputs = self.counted[stage]
-        graph = (self.table.tensors[Saved.ACTIVATIONS][stage] - inputs) * self.work(op)
+        graph = (self.table[stage].tensors[Saved.ACTIVATIONS] - inputs) * self.work(op)
         rest = max(0.0, self.between[stage] * self.work(op) - gradient)
         if first:
             graph += self.recomputed.pop(op[1:], 0.0)

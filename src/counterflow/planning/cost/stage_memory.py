@@ -9,135 +9,42 @@ weight gradients. A layer whose weight gradients are pending also holds its inpu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.op import OpKind, Saved
-from counterflow.simulation.op_costs import StageBytes
 
 from ..inputs.profile import LayerProfile
 
-
-@dataclass(frozen=True, slots=True)
-class StageMemory:
-    """Bytes of a stage's activations for one micro-batch, and maximum bytes of its ops while they run.
-
-    Attributes:
-        inputs: the stage's input, which is all that is saved if the stage is computed again.
-        layer_inputs: inputs of all its layers, and tensors that stay although the layers are computed again.
-        saved: bytes that a forward saves, including its input if that is saved.
-        beyond_input: the same without its input.
-        kept: bytes between the halves of a split backward, including the stage's input as far as it was
-            saved.
-        kept_output: the part of ``saved`` that is the stage's output.
-        forward: maximum of a forward, including saved tensors, without its input.
-        forward_alone: maximum of a forward that saves nothing, because the stage is computed again later.
-        backward: maximum of a backward, in addition to the memory when it began.
-        layer_backward: maximum of a backward that computes each layer again.
-        input_gradient: maximum of the first half of a split backward.
-        weight_gradients: maximum of the other half.
-    """
-
-    inputs: float = 0.0
-    layer_inputs: float = 0.0
-    saved: float = 0.0
-    beyond_input: float = 0.0
-    kept: float = 0.0
-    kept_output: float = 0.0
-    forward: float = 0.0
-    forward_alone: float = 0.0
-    backward: float = 0.0
-    layer_backward: float = 0.0
-    input_gradient: float = 0.0
-    weight_gradients: float = 0.0
-
-    def stash(self, recompute: Recompute) -> float:
-        """Bytes saved from a forward to its backward."""
-        if recompute is Recompute.NONE:
-            return self.saved
-        return self.inputs if recompute is Recompute.STAGE else self.layer_inputs
-
-    def space(self, recompute: Recompute) -> dict[OpKind, float]:
-        """Bytes of each kind of op while it runs, in addition to the tensors that it saves.
-
-        Those of a backward are in addition to what a recomputation of the complete stage leaves.
-        """
-        saved = max(self.stash(recompute) - self.inputs, 0.0)  # the input of a forward exists before
-        forward = self.forward if recompute is Recompute.NONE else self.forward_alone
-        by_layer = recompute is Recompute.LAYER
-        recomputed = self.forward - self.beyond_input if recompute is Recompute.STAGE else 0.0
-        return {
-            OpKind.FORWARD: max(forward - saved, 0.0),
-            OpKind.BACKWARD: self.layer_backward if by_layer else self.backward,
-            OpKind.INPUT_GRADIENT: self.layer_backward if by_layer else self.input_gradient,
-            OpKind.WEIGHT_GRADIENTS: self.weight_gradients,
-            OpKind.RECOMPUTATION: max(recomputed, 0.0),
-        }
+Bytes = tuple[dict[Saved, float], dict[OpKind, float]]
+"""Bytes of one micro-batch that a stage saves, and further bytes of its ops while they run."""
 
 
 def stage_bytes(
-    stages: Sequence[StageMemory], recompute: Recompute, weights: list[float], fixed: list[float]
-) -> StageBytes:
-    """Bytes by stage for the simulator, after recomputation.
-
-    Args:
-        stages: activations of the stages.
-        recompute: what a backward computes again.
-        weights: bytes of one version of the weights and its casts, by stage.
-        fixed: bytes of gradients and optimiser state, by stage.
-    """
-    spaces = [stage.space(recompute) for stage in stages]
-    recomputes = recompute is Recompute.STAGE
-    return StageBytes(
-        weights=weights,
-        fixed=fixed,
-        tensors={
-            Saved.ACTIVATIONS: [stage.stash(recompute) for stage in stages],
-            Saved.RECOMPUTED: [stage.beyond_input if recomputes else 0.0 for stage in stages],
-            Saved.WEIGHT_OPERANDS: [stage.kept for stage in stages],
-        },
-        space={kind: [space[kind] for space in spaces] for kind in OpKind},
-    )
-
-
-def without_peaks(layers: Sequence[LayerProfile], inputs: Sequence[float], samples: float) -> StageMemory:
-    """A stage's bytes by a profile without peaks: ops hold nothing in addition except a recomputed layer."""
-    saved_bytes = [layer.saved(samples) for layer in layers]
-    saved = float(sum(saved_bytes))
-    return StageMemory(
-        inputs=inputs[0],
-        layer_inputs=_layer_inputs(layers, inputs, samples),
-        saved=saved,
-        beyond_input=max(saved - inputs[0], 0.0),
-        kept=float(sum(layer.kept(samples) for layer in layers)),
-        layer_backward=float(
-            max(max(layer_bytes - size, 0.0) for layer_bytes, size in zip(saved_bytes, inputs, strict=True))
-        ),
-    )
-
-
-def _layer_inputs(layers: Sequence[LayerProfile], inputs: Sequence[float], samples: float) -> float:
-    return sum(inputs) + sum(layer.peak(layer.kept_anyway_bytes, samples) for layer in layers)
-
-
-def stage_memory(layers: Sequence[LayerProfile], inputs: Sequence[float], samples: float) -> StageMemory:
-    """A stage's bytes.
+    layers: Sequence[LayerProfile],
+    inputs: Sequence[float],
+    samples: float,
+    recompute: Recompute = Recompute.NONE,
+    skipped: float = 0.0,
+) -> Bytes:
+    """A stage's bytes after recomputation.
 
     Args:
         layers: layers of the stage.
         inputs: bytes of each layer's input, for the micro-batch.
         samples: samples of the micro-batch.
+        recompute: what a backward computes again.
+        skipped: bytes of skip connections that enter with the stage's input.
 
     >>> one = LayerProfile((1,), (0,), (0,), (30,), weights_bytes=0, output_bytes=10,
     ...     kept_input_bytes=(10,), forward_peak_bytes=(35,), backward_peak_bytes=(25,))
-    >>> found = stage_memory([one, one], [10, 10], 1)  # 20 and its output, 20 and 15 more of the next
-    >>> found.saved, found.beyond_input, found.forward, found.backward
-    (60.0, 50.0, 65.0, 25.0)
+    >>> tensors, space = stage_bytes([one, one], [10, 10], 1)  # 20 and its output, 20 and 15 more of the next
+    >>> tensors[Saved.ACTIVATIONS], space[OpKind.FORWARD], space[OpKind.BACKWARD]
+    (60.0, 15.0, 25.0)
     """
-    gone = forward = alone = 0.0  # freed: tensors of layers before this one, in addition to the stage's input
+    beyond_input = forward = alone = 0.0  # of layers before this one, in addition to the stage's input
     internal: list[float] = []
     between: list[float] = []
-    first_kept = layers[0].kept_input(samples, inputs[0])
+    kept_stage_input = layers[0].kept_input(samples, inputs[0])
     for number, (layer, size) in enumerate(zip(layers, inputs, strict=True)):
         entering = kept_input = 0.0
         if number:
@@ -147,26 +54,76 @@ def stage_memory(layers: Sequence[LayerProfile], inputs: Sequence[float], sample
             entering = size - shared_input
             kept_input = max(0.0, layer.kept_input(samples, size) - shared_input)
         rise = layer.forward_peak(samples, size)
-        forward = max(forward, gone + entering + rise)
+        forward = max(forward, beyond_input + entering + rise)
         alone = max(alone, entering + rise)
         layer_bytes = max(0.0, layer.saved(samples) - layer.kept_input(samples, size))
         internal.append(layer_bytes)
         between.append(kept_input)
-        gone += kept_input + layer_bytes
-    return StageMemory(
-        inputs=inputs[0],
-        layer_inputs=_layer_inputs(layers, inputs, samples),
-        saved=float(gone + first_kept),
-        beyond_input=float(gone),
-        kept=float(first_kept + _weight_operands(layers, inputs, samples)),
-        kept_output=float(layers[-1].kept_output(samples)),
-        forward=float(forward),
-        forward_alone=float(alone),
-        backward=_backward(layers, inputs, samples, internal, between),
-        layer_backward=_layer_by_layer(layers, inputs, samples),
-        input_gradient=_input_gradient(layers, inputs, samples, internal, between),
-        weight_gradients=max(layer.peak(layer.weight_gradients_peak_bytes, samples) for layer in layers),
-    )
+        beyond_input += kept_input + layer_bytes
+    stash, most, restored = beyond_input + kept_stage_input, forward, 0.0
+    if recompute is not Recompute.NONE:  # a forward saves nothing of its layers
+        stash, most = _stash(layers, inputs, samples, recompute, skipped), alone
+    if recompute is Recompute.STAGE:
+        restored = beyond_input
+    tensors = {
+        Saved.ACTIVATIONS: stash,
+        Saved.RECOMPUTED: restored,
+        Saved.WEIGHT_OPERANDS: kept_stage_input + _weight_operands(layers, inputs, samples),
+    }
+    stays = max(stash - inputs[0] - skipped, 0.0)  # the input of a forward exists before
+    if recompute is Recompute.LAYER:
+        backward = input_gradient = _layer_by_layer(layers, inputs, samples)
+    else:
+        backward = _backward(layers, inputs, samples, internal, between)
+        input_gradient = _input_gradient(layers, inputs, samples, internal, between)
+    return tensors, {
+        OpKind.FORWARD: max(most - stays, 0.0),
+        OpKind.BACKWARD: backward,
+        OpKind.INPUT_GRADIENT: input_gradient,
+        OpKind.WEIGHT_GRADIENTS: max(
+            layer.peak(layer.weight_gradients_peak_bytes, samples) for layer in layers
+        ),
+        OpKind.RECOMPUTATION: max(forward - beyond_input, 0.0) if recompute is Recompute.STAGE else 0.0,
+    }
+
+
+def stage_bytes_without_peaks(
+    layers: Sequence[LayerProfile],
+    inputs: Sequence[float],
+    samples: float,
+    recompute: Recompute = Recompute.NONE,
+    skipped: float = 0.0,
+) -> Bytes:
+    """``stage_bytes`` by a profile without peaks: ops hold nothing in addition except a recomputed layer."""
+    saved_bytes = [layer.saved(samples) for layer in layers]
+    stash = saved = sum(saved_bytes)
+    if recompute is not Recompute.NONE:
+        stash = _stash(layers, inputs, samples, recompute, skipped)
+    tensors = {
+        Saved.ACTIVATIONS: stash,
+        Saved.RECOMPUTED: max(saved - inputs[0], 0.0) if recompute is Recompute.STAGE else 0.0,
+        Saved.WEIGHT_OPERANDS: sum(layer.kept(samples) for layer in layers),
+    }
+    space = dict.fromkeys(OpKind, 0.0)
+    if recompute is Recompute.LAYER:
+        rows = zip(saved_bytes, inputs, strict=True)
+        largest = max(max(layer_bytes - size, 0.0) for layer_bytes, size in rows)
+        space |= {kind: largest for kind in OpKind if kind.again and kind.makes}
+    return tensors, space
+
+
+def _stash(
+    layers: Sequence[LayerProfile],
+    inputs: Sequence[float],
+    samples: float,
+    recompute: Recompute,
+    skipped: float,
+) -> float:
+    """Bytes from a forward to its backward if layers are computed again."""
+    if recompute is Recompute.STAGE:
+        return inputs[0] + skipped
+    anyway = sum(layer.peak(layer.kept_anyway_bytes, samples) for layer in layers)
+    return sum(inputs) + anyway + skipped
 
 
 def _backward(

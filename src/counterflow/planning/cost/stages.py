@@ -8,22 +8,26 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from operator import add
+from typing import TypeVar
 
 from counterflow.errors import ConfigError
 from counterflow.schedule.cuts import balance, explicit, stage_layers
 from counterflow.schedule.ir import OpKind, SkipLink
 from counterflow.schedule.modes import Recompute
+from counterflow.schedule.op import Saved
 from counterflow.simulation.layer_cost import LayerCost
 from counterflow.simulation.op_costs import StageBytes
 
 from ..inputs.model import Model
 from ..inputs.profile import LayerProfile, Profile
-from .stage_memory import StageMemory, stage_bytes, stage_memory, without_peaks
+from .stage_memory import stage_bytes, stage_bytes_without_peaks
+
+_T = TypeVar("_T")
 
 
 class Cutting(StrEnum):
@@ -39,63 +43,70 @@ Cuts = Cutting | tuple[int, ...]
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Costs of each stage for one micro-batch of ``samples`` samples.
+    """Costs of each stage for one micro-batch: folds of its layers' costs, computed when they are read.
 
     Attributes:
-        samples: samples of a micro-batch.
+        model: the layers.
+        profile: costs of the layers.
         cuts: the layers at which each stage after the first begins.
-        layers: seconds of each stage, the fold of its layers' costs.
-        output_bytes: bytes of the stage's output.
-        weights: bytes of one version of the stage's weights.
-        casts: bytes of their casts to another precision.
-        gradients: bytes of their gradients.
-        optimizer: bytes of their optimiser state.
-        memory: memory of the stage's activations and ops.
-        measured: True if the profile contains the peaks of ops, so memory of messages is computed; otherwise
-            there is an allowance for them.
-        skips: skip connections and values sent once per step, with their bytes, ascending.
-        trained: bytes of the stage's weights that are trained.
-        summed: the part of these that only copies of the stage contain, so their gradients are summed alone.
-        synced: bytes of those gradients, as they are sent.
-        ties: weights that several stages share.
-        message_share: bytes of a message per byte of its content: less than 1 if compressed.
-        update_peaks: memory that the optimiser needs while it updates a stage.
-        states: bytes that slices leave to later ones, as far as they grow with them, and bytes that each
-            leaves however short it is; empty: none.
+        samples: samples of a micro-batch.
+        residuals: True if gradients are summed in a smaller form, so that the rest of each waits for the next
+            sum.
     """
 
-    samples: int
+    model: Model
+    profile: Profile
     cuts: tuple[int, ...]
-    layers: tuple[LayerCost, ...]
-    output_bytes: tuple[float, ...]
-    weights: tuple[float, ...]
-    casts: tuple[float, ...]
-    gradients: tuple[float, ...]
-    optimizer: tuple[float, ...]
-    memory: tuple[StageMemory, ...]
-    measured: bool = False
-    skips: tuple[tuple[SkipLink, float], ...] = ()
-    trained: tuple[float, ...] = ()
-    summed: tuple[float, ...] = ()
-    synced: tuple[float, ...] = ()
-    ties: tuple[StageTie, ...] = ()
-    message_share: float = 1.0
-    update_peaks: tuple[float, ...] = ()
-    states: tuple[tuple[float, float], ...] = ()
+    samples: int
+    residuals: bool = False
 
-    def with_residuals(self) -> StageCosts:
-        """The same if gradients are summed in a smaller form: what is lost of them has their size."""
-        return replace(self, gradients=tuple(2 * size for size in self.gradients))
-
-    @property
-    def message_bytes(self) -> tuple[float, ...]:
-        """Bytes of the message that carries each stage's output."""
-        return tuple(self.message_share * size for size in self.output_bytes)
-
-    @property
+    @cached_property
     def stages(self) -> int:
         """Number of stages."""
-        return len(self.memory)
+        return len(self.cuts) + 1
+
+    @cached_property
+    def _of_kind(self) -> dict[str, LayerProfile]:
+        return {kind: self.profile.layer(kind) for kind in self.model.layers}
+
+    @cached_property
+    def _kinds(self) -> list[tuple[str, ...]]:
+        """Kinds of the layers of each stage."""
+        layers = self.model.layers
+        return [layers[run.start : run.stop] for run in stage_layers(self.cuts, len(layers))]
+
+    @cached_property
+    def _distinct(self) -> tuple[list[tuple[str, ...]], list[int]]:
+        """Stages with different kinds of layers, and the number of each stage's among them."""
+        distinct = [*dict.fromkeys(self._kinds)]
+        return distinct, [*map(distinct.index, self._kinds)]
+
+    def _folded(self, fold: Callable[[Sequence[LayerProfile]], _T]) -> tuple[_T, ...]:
+        """The fold of each stage's layers, once for equal stages."""
+        distinct, which = self._distinct
+        results = [fold([self._of_kind[kind] for kind in kinds]) for kinds in distinct]
+        return tuple([results[number] for number in which])
+
+    def _total(self, of: Callable[[LayerProfile], float]) -> tuple[float, ...]:
+        amounts = {kind: of(layer) for kind, layer in self._of_kind.items()}
+        distinct, which = self._distinct
+        sums = [sum(map(amounts.__getitem__, stage)) for stage in distinct]
+        return tuple([sums[number] for number in which])
+
+    # Seconds.
+
+    @cached_property
+    def layers(self) -> tuple[LayerCost, ...]:
+        """Seconds of each stage."""
+        costs = {id(layer): layer.cost() for layer in self._of_kind.values()}
+        # A recomputation begins the op that needs it.
+        overhead = {kind: self.profile.op_overhead_seconds for kind in OpKind if kind.makes}
+
+        def fold(layers: Sequence[LayerProfile]) -> LayerCost:
+            stage = [costs[id(layer)] for layer in layers]
+            return LayerCost.fold(stage, self.samples, overhead, sliced=self.profile.positions > 0)
+
+        return self._folded(fold)
 
     def seconds(self, kind: OpKind, samples: float | None = None, share: float = 1.0) -> list[float]:
         """Seconds of an op by stage, with its overhead; of a backward without recomputation.
@@ -113,25 +124,195 @@ class StageCosts:
         """Seconds of each stage's layers when a backward computes them again."""
         return [layers.seconds(OpKind.FORWARD, self.samples) for layers in self.layers]
 
-    def table(self, recompute: Recompute) -> StageBytes:
-        """Memory of the stages' weights and activations, for the simulator."""
+    # Messages.
+
+    @cached_property
+    def _skips(self) -> tuple[tuple[tuple[SkipLink, float], ...], list[float]]:
+        return _skips(self.model, self.cuts, self.samples)
+
+    @property
+    def skips(self) -> tuple[tuple[SkipLink, float], ...]:
+        """Skip connections past the next stage and values sent once per step, with their bytes, ascending."""
+        return self._skips[0]
+
+    @cached_property
+    def output_bytes(self) -> tuple[float, ...]:
+        """Bytes of the stage's output."""
+        last = [self._of_kind[kinds[-1]].output_bytes for kinds in self._kinds]
+        rows = zip(last, self._skips[1], strict=True)
+        return tuple([size * self.samples + more for size, more in rows])
+
+    @cached_property
+    def message_bytes(self) -> tuple[float, ...]:
+        """Bytes of the message that carries each stage's output."""
+        share = self.model.message_share
+        return tuple([share * size for size in self.output_bytes])
+
+    @cached_property
+    def skip_bytes(self) -> tuple[float, ...]:
+        """Bytes of the message of each of the ``skips``."""
+        share = self.model.message_share
+        return tuple([share * size for _, size in self.skips])
+
+    # Weights.
+
+    @cached_property
+    def _ties(self) -> tuple[tuple[StageTie, ...], list[tuple[float, float, float]]]:
+        return _ties(self.model, self.cuts)
+
+    @property
+    def ties(self) -> tuple[StageTie, ...]:
+        """Weights that several stages share."""
+        return self._ties[0]
+
+    def _once(self, of: Callable[[LayerProfile], float], column: int) -> tuple[float, ...]:
+        """Bytes of weights, without further copies in layers of the same stage; ``column`` of ``_ties``."""
+        return _less(self._total(of), [row[column] for row in self._ties[1]])
+
+    def _alone(self, amounts: Sequence[float], of: Callable[[StageTie], float]) -> tuple[float, ...]:
+        """The part of amounts that is not of weights that other stages share."""
+        tied = [0.0] * self.stages
+        for tie in self.ties:
+            for stage in tie.stages:
+                tied[stage] += of(tie)
+        return _less(amounts, tied)
+
+    @cached_property
+    def weights(self) -> tuple[float, ...]:
+        """Bytes of one version of the stage's weights."""
+        return self._once(lambda layer: layer.weights_bytes, 0)
+
+    @cached_property
+    def casts(self) -> tuple[float, ...]:
+        """Bytes of their casts to another precision."""
+        return self._total(lambda layer: layer.cast_bytes)
+
+    @cached_property
+    def trained(self) -> tuple[float, ...]:
+        """Bytes of those that are trained."""
+        return self._once(lambda layer: layer.trained_bytes, 1)
+
+    @cached_property
+    def optimizer(self) -> tuple[float, ...]:
+        """Bytes of their optimiser state."""
+        return tuple([self.model.optimizer_states * size for size in self.trained])
+
+    @cached_property
+    def _gradients(self) -> tuple[float, ...]:
+        return self._once(lambda layer: layer.gradient_bytes, 2)
+
+    @cached_property
+    def gradients(self) -> tuple[float, ...]:
+        """Bytes of their gradients; what is lost of them in a smaller form has their size."""
+        return tuple([2 * size for size in self._gradients]) if self.residuals else self._gradients
+
+    @cached_property
+    def summed(self) -> tuple[float, ...]:
+        """Bytes of the trained weights that only copies of the stage contain, so that their gradients are
+        summed alone.
+        """
+        return self._alone(self.trained, lambda tie: tie.trained_bytes)
+
+    @cached_property
+    def synced(self) -> tuple[float, ...]:
+        """Bytes of those gradients, as they are sent."""
+        share = self.model.gradient_share
+        alone = self._alone(self._gradients, lambda tie: tie.gradient_bytes)
+        return tuple([share * size for size in alone])
+
+    @cached_property
+    def update_peaks(self) -> tuple[float, ...]:
+        """Memory that the optimiser needs while it updates a stage."""
+        join = sum if self.profile.update_together else max
+        return self._folded(lambda layers: float(join(layer.update_peak_bytes for layer in layers)))
+
+    # Activations.
+
+    @cached_property
+    def measured(self) -> bool:
+        """True if the profile contains the peaks of ops, so memory of messages is computed; otherwise there
+        is an allowance for them.
+        """
+        return any(layer.forward_peak_bytes for layer in self._of_kind.values())
+
+    @cached_property
+    def _layer_inputs(self) -> list[tuple[float, ...]]:
+        """Bytes of the input of each layer, by stage: the output of the layer before."""
+        first, outputs = self.model.input_bytes, {k: x.output_bytes for k, x in self._of_kind.items()}
+        sizes = first, *(outputs[kind] for kind in self.model.layers[:-1])
+        runs = stage_layers(self.cuts, len(sizes))
+        return [tuple([size * self.samples for size in sizes[run.start : run.stop]]) for run in runs]
+
+    @cached_property
+    def _skipped(self) -> list[float]:
+        """Bytes of skip connections that enter each stage."""
+        links, following = self._skips
+        rows = zip(range(self.stages), [0.0, *following[:-1]], strict=True)
+        return [sum((size for link, size in links if link.target == s), 0.0) + more for s, more in rows]
+
+    @property
+    def inputs(self) -> list[float]:
+        """Bytes of each stage's input, with skip connections."""
+        rows = zip(self._layer_inputs, self._skipped, strict=True)
+        return [sizes[0] + more for sizes, more in rows]
+
+    def saved_inputs(self, recompute: Recompute) -> list[float]:
+        """The part of each stage's input that its forward saves: all, if layers are computed again."""
+        if recompute is not Recompute.NONE:
+            return self.inputs
+        rows = zip(self._kinds, self._layer_inputs, strict=True)
+        return [self._of_kind[kinds[0]].kept_input(self.samples, sizes[0]) for kinds, sizes in rows]
+
+    def saved_outputs(self, recompute: Recompute) -> list[float]:
+        """The part of each stage's output that its forward saves: none, if layers are computed again."""
+        if recompute is not Recompute.NONE:
+            return [0.0] * self.stages
+        return [self._of_kind[kinds[-1]].kept_output(self.samples) for kinds in self._kinds]
+
+    @cached_property
+    def _states(self) -> list[dict[Saved, float]]:
+        """Bytes that slices leave to later ones."""
+        if not self.profile.positions:
+            return [{}] * self.stages
+        growing, constant = (
+            [size * self.samples for size in self._total(of)]
+            for of in (lambda layer: layer.state_bytes, lambda layer: layer.slice_state_bytes)
+        )
+        if not any((*growing, *constant)):
+            return [{}] * self.stages
+        rows = zip(growing, constant, strict=True)
+        return [
+            {Saved.STATE: size, Saved.SLICE_STATE: alone, Saved.STATE_GRADIENTS: size} for size, alone in rows
+        ]
+
+    def table(self, recompute: Recompute) -> tuple[StageBytes, ...]:
+        """Bytes of the stages, for the simulator."""
         if recompute not in self._tables:
-            weights = list(map(add, self.weights, self.casts))
-            fixed = list(map(add, self.gradients, self.optimizer))
-            table = stage_bytes(self.memory, recompute, weights, fixed)
-            if any(map(any, self.states)):
-                table = replace(
-                    table,
-                    state=[grows for grows, _ in self.states],
-                    slice_state=[fixed for _, fixed in self.states],
-                    recomputed=recompute is not Recompute.NONE,
-                )
-            self._tables[recompute] = table
+            self._tables[recompute] = tuple(self._stage_bytes(Recompute(recompute)))
         return self._tables[recompute]
 
     @cached_property
-    def _tables(self) -> dict[Recompute, StageBytes]:
+    def _tables(self) -> dict[Recompute, tuple[StageBytes, ...]]:
         return {}
+
+    def _stage_bytes(self, recompute: Recompute) -> Iterator[StageBytes]:
+        of_stage = stage_bytes if self.measured else stage_bytes_without_peaks
+        weights = map(add, self.weights, self.casts)
+        fixed = map(add, self.gradients, self.optimizer)
+        known: dict[object, StageBytes] = {}
+        rows = zip(
+            *(weights, fixed, self._kinds, self._layer_inputs, self._skipped, self._states), strict=True
+        )
+        for stage_weights, stage_fixed, kinds, inputs, skipped, state in rows:
+            key = stage_weights, stage_fixed, kinds, inputs, skipped
+            if key not in known:
+                layers = [self._of_kind[kind] for kind in kinds]
+                tensors, space = of_stage(layers, inputs, self.samples, recompute, skipped)
+                for saved, size in state.items():
+                    if recompute is not Recompute.NONE or saved is Saved.STATE_GRADIENTS:
+                        tensors[saved] = size  # otherwise it is among the activations
+                known[key] = StageBytes(stage_weights, stage_fixed, tensors, space)
+            yield known[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,100 +375,16 @@ def _both(layer: LayerProfile, samples: float) -> float:
     return layer.seconds(OpKind.FORWARD, samples) + layer.seconds(OpKind.BACKWARD, samples)
 
 
-def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: int) -> StageCosts:
+def stage_costs(
+    model: Model, profile: Profile, cuts: Sequence[int], samples: int, *, residuals: bool = False
+) -> StageCosts:
     """The costs of each stage; an op costs its layers and the profile's overhead per op.
 
     Raises:
-        ConfigError: the profile does not contain a kind of layer, or the cuts make no stages.
+        ConfigError: the cuts make no stages.
     """
     cuts = explicit(tuple(cuts), len(model.layers), len(cuts) + 1)
-    of_kind = {kind: profile.layer(kind) for kind in model.layers}
-    layers = [of_kind[kind] for kind in model.layers]
-    # The input of each layer is the output of the one before.
-    inputs = [model.input_bytes * samples, *(layer.output_bytes * samples for layer in layers[:-1])]
-    runs = stage_layers(cuts, len(layers))
-    stages = [layers[run.start : run.stop] for run in runs]
-    entering = [inputs[run.start : run.stop] for run in runs]
-    kinds = [model.layers[run.start : run.stop] for run in runs]
-    distinct = [*dict.fromkeys(kinds)]
-    which = [*map(distinct.index, kinds)]
-
-    def total(of: Callable[[LayerProfile], float]) -> tuple[float, ...]:
-        amounts = {kind: of(layer) for kind, layer in of_kind.items()}
-        sums = [sum(map(amounts.__getitem__, stage)) for stage in distinct]
-        return tuple([sums[number] for number in which])
-
-    costs = {kind: layer.cost() for kind, layer in of_kind.items()}
-    # A recomputation begins the op that needs it.
-    overhead = {kind: profile.op_overhead_seconds for kind in OpKind if kind.makes}
-    folded = [
-        LayerCost.fold([costs[kind] for kind in stage], samples, overhead, sliced=profile.positions > 0)
-        for stage in distinct
-    ]
-
-    links, following = _skips(model, cuts, samples)
-    skip_bytes = [sum((b for link, b in links if link.target == stage), 0.0) for stage in range(len(stages))]
-    skip_bytes = [
-        tied_bytes + followed for tied_bytes, followed in zip(skip_bytes, [0.0, *following[:-1]], strict=True)
-    ]
-    ties, within = _ties(model, cuts)
-    tied_bytes, tied_gradients = [0.0] * len(stages), [0.0] * len(stages)
-    for tie in ties:
-        for stage in tie.stages:
-            tied_bytes[stage] += tie.trained_bytes
-            tied_gradients[stage] += tie.gradient_bytes
-    weights = _less(total(lambda layer: layer.weights_bytes), [row[0] for row in within])
-    trained = _less(total(lambda layer: layer.trained_bytes), [row[1] for row in within])
-    gradients = _less(total(lambda layer: layer.gradient_bytes), [row[2] for row in within])
-    measured = any(layer.forward_peak_bytes for layer in of_kind.values())
-    of_stage = stage_memory if measured else without_peaks
-    distinct_stages = {
-        (kind, *into): (members, into) for kind, members, into in zip(kinds, stages, entering, strict=True)
-    }
-    known = {key: of_stage(*both, samples) for key, both in distinct_stages.items()}
-    memory = [known[kind, *into] for kind, into in zip(kinds, entering, strict=True)]
-    if links or any(skip_bytes):
-        memory = [
-            replace(
-                stage_memory_,
-                inputs=stage_memory_.inputs + more,
-                layer_inputs=stage_memory_.layer_inputs + more,
-            )
-            for stage_memory_, more in zip(memory, skip_bytes, strict=True)
-        ]
-    return StageCosts(
-        samples=samples,
-        cuts=cuts,
-        layers=tuple([folded[number] for number in which]),
-        output_bytes=tuple(
-            stage[-1].output_bytes * samples + more for stage, more in zip(stages, following, strict=True)
-        ),
-        weights=weights,
-        casts=total(lambda layer: layer.cast_bytes),
-        gradients=gradients,
-        optimizer=tuple(model.optimizer_states * w for w in trained),
-        memory=tuple(memory),
-        measured=measured,
-        skips=links,
-        trained=trained,
-        summed=_less(trained, tied_bytes),
-        synced=tuple(model.gradient_share * size for size in _less(gradients, tied_gradients)),
-        ties=ties,
-        message_share=model.message_share,
-        update_peaks=tuple(
-            float((sum if profile.update_together else max)(layer.update_peak_bytes for layer in stage))
-            for stage in stages
-        ),
-        states=tuple(
-            (
-                sum(layer.state_bytes for layer in stage) * samples,
-                sum(layer.slice_state_bytes for layer in stage) * samples,
-            )
-            for stage in stages
-        )
-        if profile.positions
-        else (),
-    )
+    return StageCosts(model, profile, cuts, samples, residuals)
 
 
 def _less(amounts: Sequence[float], parts: Sequence[float]) -> tuple[float, ...]:

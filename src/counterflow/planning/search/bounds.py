@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import add
 from typing import NamedTuple
 
 import numpy as np
@@ -150,7 +149,8 @@ def common(
     def of_workers(by_stage: Sequence[float]) -> Floats:
         return holders.summed(np.array([by_stage] * pipes))
 
-    fixed = of_workers(list(map(add, memory.fixed, memory.weights)))
+    fixed = of_workers([stage.fixed + stage.weights for stage in memory])
+    activations = np.array([stage.tensors[Saved.ACTIVATIONS] for stage in memory])
     if stages.ties:
         fixed -= counted_twice(shape.placement, stages)
     if not stages.measured:  # otherwise there may be no messages at a worker's peak
@@ -158,7 +158,7 @@ def common(
         fixed += message_buffers(shape.placement, max(shape.together) * largest, stages)
     # Minimum memory: what exists throughout, and one stash of the worker's largest stage.
     together = np.array(shape.together)[:, np.newaxis]
-    stash = holders.most(np.where(passes > 0, together * np.array(memory.tensors[Saved.ACTIVATIONS]), 0.0))
+    stash = holders.most(np.where(passes > 0, together * activations, 0.0))
     usable = np.array(network.usable_bytes or (cluster.usable_bytes,) * holders.workers)
     # (2) Memory over time. A stash stays from the start of its forward to the end of its backward, and
     # between these the micro-batch goes up to the last stage and back: ``stay``. None is there before the
@@ -168,7 +168,7 @@ def common(
     stashes = _Stashes(
         which,
         around,
-        holders.summed(passes * np.array(memory.tensors[Saved.ACTIVATIONS]) * order_free.stay)[which],
+        holders.summed(passes * activations * order_free.stay)[which],
     )
 
     def state(updated: Floats, fixed: Floats, sent: float = 0.0) -> _WorkerState:

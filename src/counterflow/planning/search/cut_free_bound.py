@@ -50,7 +50,7 @@ class CutFreeBound:
         layer_costs = stage_costs(model, bare, range(1, len(model.layers)), samples)
         times = least_times(shape, layer_costs, recompute)
         outputs = [profile.layer(kind).output_bytes for kind in model.layers[:-1]]
-        size = layer_costs.message_share * samples * min(outputs, default=0.0)
+        size = model.message_share * samples * min(outputs, default=0.0)
         size *= min(shape.lengths) / sum(shape.lengths)
         return cls(
             work=sum(times.both),
