@@ -108,6 +108,13 @@ class StageCosts:
 
         return self._folded(fold)
 
+    @cached_property
+    def _distinct_layers(self) -> tuple[list[LayerCost], list[int]]:
+        """Different costs of stages, and the number of each stage's among them."""
+        distinct = {id(layers): layers for layers in self.layers}
+        numbers = {key: number for number, key in enumerate(distinct)}
+        return [*distinct.values()], [numbers[id(layers)] for layers in self.layers]
+
     def seconds(self, kind: OpKind, samples: float | None = None, share: float = 1.0) -> list[float]:
         """Seconds of an op by stage, with its overhead; of a backward without recomputation.
 
@@ -117,12 +124,16 @@ class StageCosts:
             share: number of times that it does; see ``LayerCost.seconds``.
         """
         size = self.samples if samples is None else samples
-        return [layers.op_seconds(kind, size, share) for layers in self.layers]
+        layers, which = self._distinct_layers
+        seconds = [stage.op_seconds(kind, size, share) for stage in layers]
+        return [seconds[number] for number in which]
 
     @property
     def recomputation(self) -> list[float]:
         """Seconds of each stage's layers when a backward computes them again."""
-        return [layers.seconds(OpKind.FORWARD, self.samples) for layers in self.layers]
+        layers, which = self._distinct_layers
+        seconds = [stage.seconds(OpKind.FORWARD, self.samples) for stage in layers]
+        return [seconds[number] for number in which]
 
     # Messages.
 
