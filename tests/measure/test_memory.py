@@ -99,7 +99,7 @@ def test_allocations_are_counted_with_scratch() -> None:
     assert (after.current, after.peak) == (0, 400)
 
 
-def _saved_with_autocast() -> int:
+def _saved_with_autocast() -> float:
     made = partial(torch.optim.SGD, lr=0.1)
     loss, one = torch.nn.functional.cross_entropy, schemes.dapple(1, 1)
     layer = torch.nn.Linear(8, 1000)

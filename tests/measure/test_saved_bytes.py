@@ -156,8 +156,8 @@ def test_a_recurrent_state_counts_for_each_slice(recompute: str) -> None:
     ):
         found = launch(_remembering, schedule, recompute, workers=2, transport="local")
         costs = found[0][0]
-        assert [cost.state_bytes for cost in costs] == [0, 0]
-        assert [cost.slice_state_bytes for cost in costs] == [2 * SAMPLES * 256 * 4] * 2
+        assert [cost.profile.state_bytes for cost in costs] == [0, 0]
+        assert [cost.profile.slice_state_bytes for cost in costs] == [2 * SAMPLES * 256 * 4] * 2
         # What is missing are gradients of states on the way, and states that nothing saves.
         _is_predicted(schedule, recompute, found, within=0.05)
 
@@ -170,7 +170,7 @@ def _sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 def test_skips_are_measured_with_their_stages(recompute: str) -> None:
     found = launch(_skipping, schemes.dapple(4, 4), recompute, workers=4, transport="local")
     costs = found[0][0]
-    assert [cost.output_bytes for cost in costs] == [4 * 4 * 64, 4 * 4 * 32, 4 * 4 * 32, 0]
+    assert [cost.profile.output_bytes for cost in costs] == [4 * 4 * 64, 4 * 4 * 32, 4 * 4 * 32, 0]
     assert [[(s.targets, s.size_bytes, s.once) for s in cost.skips] for cost in costs] == [
         [((3,), 4 * 4 * 64, False)], [((2,), 4 * 4 * 32, False)], [], []
     ]  # fmt: skip
@@ -193,8 +193,8 @@ def test_of_slices_states_count_where_the_rest_is_computed_again(schedule: Sched
     found = launch(_work, schedule, recompute, workers=schedule.workers, transport="local")
     costs = found[0][0]
     keys_and_values = 2 * SAMPLES * EXAMPLE.positions * EXAMPLE.hidden * 4
-    assert sum(cost.state_bytes for cost in costs) == EXAMPLE.layers * keys_and_values
-    assert all(0 <= cost.attention_share + cost.fixed_share <= 1 for cost in costs)
+    assert sum(cost.profile.state_bytes for cost in costs) == EXAMPLE.layers * keys_and_values
+    assert all(0 <= cost.profile.attention_share + cost.profile.fixed_share <= 1 for cost in costs)
     _is_predicted(schedule, recompute, found)
 
 
@@ -204,8 +204,8 @@ def test_cast_weights_count_once(how: str) -> None:
     options: dict[str, Any] = {how: torch.bfloat16}
     found = launch(partial(_work, schemes.gpipe(1, 4), "none", **options), workers=1, transport="local")
     (((cost,), counted),) = found
-    assert 0 < cost.cast_bytes <= cost.weight_bytes / 2
-    assert counted == pytest.approx(4 * cost.activation_bytes + cost.cast_bytes, rel=0.02)
+    assert 0 < cost.profile.cast_bytes <= cost.profile.weights_bytes / 2
+    assert counted == pytest.approx(4 * cost.activation_bytes + cost.profile.cast_bytes, rel=0.02)
 
 
 def _is_predicted(
@@ -220,8 +220,8 @@ def _is_predicted(
         layers=[cost.layers for cost in costs],
         layer_inputs=[cost.layer_input_bytes for cost in costs],
         largest_layer=[cost.largest_layer_bytes for cost in costs],
-        state=[cost.state_bytes for cost in costs],
-        slice_state=[cost.slice_state_bytes for cost in costs],
+        state=[cost.profile.state_bytes for cost in costs],
+        slice_state=[cost.profile.slice_state_bytes for cost in costs],
         state_gradients=0.0,  # are not counted as saved
     )
     predicted = cf.simulate(schedule, cf.Costs(recompute=recompute, memory=memory)).memory

@@ -101,6 +101,15 @@ def _measured(slices: int) -> StageCost:
 def test_stages_in_slices_are_timed_at_three_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StageSubject, "_now", lambda _: _CLOCK[0])
     whole, cost = (cf.launch(_measured, n, workers=1, transport="local")[0] for n in (1, 2))
-    assert (whole.forward_seconds, whole.attention_share, whole.fixed_share) == (8.0, 0.0, 0.0)
-    assert (cost.forward_seconds, cost.attention_share, cost.fixed_share) == (8.0, 0.625, 0.125)
-    assert (whole.slice_state_bytes, cost.state_bytes, cost.slice_state_bytes) == (0, 0, 3 * 4 * 4)
+    assert (whole.forward_seconds, whole.profile.attention_share, whole.profile.fixed_share) == (
+        8.0,
+        0.0,
+        0.0,
+    )
+    assert (cost.forward_seconds, cost.profile.attention_share, cost.profile.fixed_share) == (
+        8.0,
+        0.625,
+        0.125,
+    )
+    assert (whole.profile.slice_state_bytes, cost.profile.state_bytes) == (0, 0)
+    assert cost.profile.slice_state_bytes == 3 * 4 * 4

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 
 from counterflow.measure.stages.stage_record import StageCost
+from counterflow.planning import LayerProfile
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Recompute
@@ -15,22 +16,21 @@ from counterflow.training.timeline import costs_of
 
 
 def _stage(**others: float) -> StageCost:
-    return StageCost(
-        forward_seconds=4.0,
-        backward_seconds=8.0,
-        activation_bytes=80,
-        input_bytes=8,
-        layer_input_bytes=8,
-        largest_layer_bytes=72,
-        layers=1,
-        weight_bytes=0,
-        kept_bytes=8,
-        input_gradient_seconds=6.0,
-        weight_gradients_seconds=2.0,
-        beyond_input_bytes=72,
+    profile = LayerProfile(
+        samples=(1.0,),
+        forward_seconds=(4.0,),
+        backward_seconds=(8.0,),
+        saved_bytes=(80,),
+        weights_bytes=0,
+        output_bytes=0,
+        kept_bytes=(8,),
+        kept_input_bytes=(8,),
+        input_gradient_seconds=(6.0,),
+        weight_gradients_seconds=(2.0,),
         state_bytes=16,
         **others,  # type: ignore[arg-type]
     )
+    return StageCost(profile, input_bytes=8, layer_input_bytes=8, largest_layer_bytes=72, layers=1)
 
 
 def _predicted(schedule: Schedule, recompute: Recompute, **shares: float) -> Simulation:

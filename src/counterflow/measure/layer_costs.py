@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
 from counterflow.common.tensors.dtypes import sum_dtype
 from counterflow.planning.inputs.model import LayerSkip, LayerTie
-from counterflow.planning.inputs.profile import LayerProfile, Profile
+from counterflow.planning.inputs.profile import CURVES, LayerProfile, Profile
 
 from .layer_times import AtLengths, AtSize
 from .sequences import Growth
-from .stages.stage_record import StageCost
 
 
 def assembled(
@@ -51,55 +52,30 @@ def layer_profile(
 ) -> LayerProfile:
     """A kind's curves, from the layers of that kind."""
 
-    def median(of: Callable[[AtSize, int], float]) -> tuple[float, ...]:
-        return tuple(statistics.median(of(times, i) for i in members) for times in by_size)
-
-    def half(of: Callable[[StageCost], float]) -> tuple[float, ...]:
-        """Seconds as in a step: in proportion to the times of the halves, scaled to the full backward."""
-
-        def seconds(times: AtSize, i: int) -> float:
-            cost = times.costs[i]
-            return times.backward[i] * of(cost) / cost.backward_seconds if cost.backward_seconds else 0.0
-
-        return median(seconds)
+    def curve(name: str) -> tuple[float, ...]:
+        """Medians of a curve's amounts, by size."""
+        return tuple(
+            statistics.median(getattr(times.costs[i].profile, name)[0] for i in members) for times in by_size
+        )
 
     largest = by_size[-1]
+    first, parameters = largest.costs[members[0]].profile, [*layers[members[0]].parameters()]
+    trained = [p for p in parameters if p.requires_grad]
     growth, state_bytes, slice_state_bytes = Growth(), 0.0, 0.0
     if at_lengths is not None:
         growth = at_lengths.growth(members, by_size[0].overhead_seconds)
         state_bytes, slice_state_bytes = max(at_lengths.state_bytes[i] for i in members)
+    curves: dict[str, Any] = {name: curve(name) for name in CURVES}
     return LayerProfile(
         samples=tuple(float(times.size) for times in by_size),
-        forward_seconds=median(lambda times, i: times.forward[i]),
-        backward_seconds=median(lambda times, i: times.backward[i]),
-        saved_bytes=median(lambda times, i: times.costs[i].activation_bytes),
-        weights_bytes=float(largest.costs[members[0]].weight_bytes),
-        output_bytes=max(largest.costs[i].output_bytes for i in members) / largest.size,
-        input_gradient_seconds=half(lambda cost: cost.input_gradient_seconds),
-        weight_gradients_seconds=half(lambda cost: cost.weight_gradients_seconds),
-        kept_bytes=median(lambda times, i: times.costs[i].kept_bytes),
-        cast_bytes=float(largest.costs[members[0]].cast_bytes),
-        frozen_bytes=float(sum(p.nbytes for p in layers[members[0]].parameters() if not p.requires_grad)),
-        kept_input_bytes=median(
-            lambda times, i: times.costs[i].activation_bytes - times.costs[i].beyond_input_bytes
-        ),
-        kept_output_bytes=median(lambda times, i: times.costs[i].workspace.kept_output_bytes),
-        forward_peak_bytes=median(lambda times, i: times.costs[i].workspace.forward_peak_bytes),
-        backward_peak_bytes=median(lambda times, i: times.costs[i].workspace.backward_peak_bytes),
-        input_gradient_peak_bytes=median(lambda times, i: times.costs[i].workspace.input_gradient_peak_bytes),
-        weight_gradients_peak_bytes=median(
-            lambda times, i: times.costs[i].workspace.weight_gradients_peak_bytes
-        ),
-        kept_anyway_bytes=median(
-            lambda times, i: times.costs[i].layer_input_bytes - times.costs[i].input_bytes
-        ),
-        held_input_bytes=median(lambda times, i: times.costs[i].held_input_bytes),
-        kept_gradient_bytes=median(lambda times, i: times.costs[i].workspace.kept_gradient_bytes),
+        **curves,
+        weights_bytes=float(first.weights_bytes),
+        output_bytes=max(largest.costs[i].profile.output_bytes for i in members) / largest.size,
+        cast_bytes=float(first.cast_bytes),
+        frozen_bytes=float(sum(p.nbytes for p in parameters if not p.requires_grad)),
         update_peak_bytes=float(max(largest.update.layers[i] for i in members)),
-        parameter_bytes=tuple(float(p.nbytes) for p in layers[members[0]].parameters() if p.requires_grad),
-        low_precision_bytes=float(
-            sum(p.nbytes for p in layers[members[0]].parameters() if p.requires_grad and _is_low(p))
-        ),
+        parameter_bytes=tuple(float(p.nbytes) for p in trained),
+        low_precision_bytes=float(sum(p.nbytes for p in trained if _is_low(p))),
         attention_share=growth.attention,
         fixed_share=growth.fixed,
         state_bytes=state_bytes,
@@ -115,8 +91,8 @@ def _is_low(parameter: nn.Parameter) -> bool:
 def skips_of(measured: AtSize) -> tuple[LayerSkip, ...]:
     """Skip connections of layers, measured with each layer as a stage."""
     return tuple(
-        LayerSkip(layer, skip.targets, skip.size_bytes / (1 if skip.once else measured.size), skip.once)
-        for layer, cost in enumerate(measured.costs)
+        replace(skip, size_bytes=skip.size_bytes / (1 if skip.once else measured.size))
+        for cost in measured.costs
         for skip in cost.skips
     )
 

@@ -29,7 +29,7 @@ from .op_times import WARM_UP_STEPS, OpTimer, least
 from .sequences import Growth, at_lengths, positions_of_batch
 from .stages.stage_record import StageCost
 from .stages.timing import measure_stages
-from .stages.workspace import UpdateMemory, measure_update
+from .stages.update_memory import UpdateMemory, measure_update
 
 MICRO_BATCHES = 4
 """Micro-batches of a timed step, on each stage."""
@@ -58,15 +58,13 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class AtSize:
-    """Costs of layers at a size of micro-batches, in samples; seconds by layer.
+    """Costs of layers at a size of micro-batches, in samples.
 
-    ``overhead_seconds`` is the time of an op in addition to its layers, ``by_worker`` the total time of each
-    worker, by rank.
+    ``costs`` are those of each layer as a stage, with its seconds in a step; ``overhead_seconds`` is the time
+    of an op in addition to its layers, ``by_worker`` the total time of each worker, by rank.
     """
 
     size: int
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
     costs: tuple[StageCost, ...]
     overhead_seconds: float
     update_seconds_per_byte: float
@@ -89,7 +87,31 @@ def bytes_of(make: Callable[[Schedule], Pipeline], layers: int, inputs: Any, tar
     costs = measure_stages(by_layer, inputs, targets, repeats=1)
     ones = (1.0,) * layers
     size = samples_in(inputs, by_layer.batching.input_dims)
-    return AtSize(size, ones, ones, tuple(costs), 0.0, 0.0, measure_update(pipeline, by_layer))
+    return AtSize(size, in_step(costs, ones, ones), 0.0, 0.0, measure_update(pipeline, by_layer))
+
+
+def in_step(
+    costs: Sequence[StageCost], forward: Sequence[float], backward: Sequence[float]
+) -> tuple[StageCost, ...]:
+    """Costs of stages with their seconds in a step.
+
+    The halves of a split backward are in proportion to their measured times, scaled to the full backward.
+    """
+
+    def scaled(half: float, backward: float, seconds: float) -> tuple[float]:
+        return (seconds * half / backward if backward else 0.0,)
+
+    stages = []
+    for cost, ahead, back in zip(costs, forward, backward, strict=True):
+        profile = replace(
+            cost.profile,
+            forward_seconds=(ahead,),
+            backward_seconds=(back,),
+            input_gradient_seconds=scaled(cost.input_gradient_seconds, cost.backward_seconds, back),
+            weight_gradients_seconds=scaled(cost.weight_gradients_seconds, cost.backward_seconds, back),
+        )
+        stages.append(replace(cost, profile=profile))
+    return tuple(stages)
 
 
 class _Turns:
@@ -142,9 +164,7 @@ class LayerTimer(_Turns):
         backward, in_backward = without_overhead(by_layer_times.backward, single_times.backward[0])
         return AtSize(
             self.size,
-            forward,
-            backward,
-            tuple(costs),
+            in_step(costs, forward, backward),
             (in_forward + in_backward) / 2,
             self.update_seconds(quietest) / max(1, trained_bytes(single)),
             measure_update(single, by_layer),
@@ -238,7 +258,7 @@ def _states_alone(
         pipeline.close()
     except CounterflowError:
         return None
-    return tuple((cost.state_bytes / size, cost.slice_state_bytes / size) for cost in costs)
+    return tuple((cost.profile.state_bytes / size, cost.profile.slice_state_bytes / size) for cost in costs)
 
 
 class StepTimer(_Turns):

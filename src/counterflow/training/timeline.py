@@ -345,8 +345,8 @@ def costs_of(stages: Sequence[StageCost], recompute: Recompute, replicas: int) -
             layers=[stage.layers for stage in stages],
             layer_inputs=[stage.layer_input_bytes for stage in stages],
             largest_layer=[stage.largest_layer_bytes for stage in stages],
-            state=[stage.state_bytes for stage in stages],
-            slice_state=[stage.slice_state_bytes for stage in stages],
+            state=[stage.profile.state_bytes for stage in stages],
+            slice_state=[stage.profile.slice_state_bytes for stage in stages],
             state_gradients=0.0,
         ),
     )
@@ -372,7 +372,7 @@ class _OpSeconds(NamedTuple):
         One overhead is that of a whole op, so that a whole micro-batch takes what was measured.
         """
         both = stage.forward_seconds + stage.backward_seconds
-        overhead = stage.fixed_share * min(stage.forward_seconds, stage.backward_seconds)
+        overhead = stage.profile.fixed_share * min(stage.forward_seconds, stage.backward_seconds)
         less = 0.0 if recomputes else overhead  # the overhead of the forward's second run is the backward's
         forward, backward = stage.forward_seconds - overhead, stage.backward_seconds - less
         rest = forward + backward
@@ -381,7 +381,7 @@ class _OpSeconds(NamedTuple):
             backward=backward,
             input_gradient=max(0.0, stage.input_gradient_seconds - less),
             weight_gradients=max(0.0, stage.weight_gradients_seconds - overhead),
-            attention=min(1.0, stage.attention_share * both / rest) if rest else 0.0,
+            attention=min(1.0, stage.profile.attention_share * both / rest) if rest else 0.0,
             overhead=overhead,
         )
 

@@ -60,6 +60,7 @@ def changed(stages: StageCosts, **values: Any) -> StageCosts:
     """The stages with values in place of those that follow from their layers."""
     copied = replace(stages)
     vars(copied).update(vars(stages) | values)
+    vars(copied).pop("_distinct_layers", None)  # they follow from the others
     return copied
 
 

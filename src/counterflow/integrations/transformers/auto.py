@@ -54,7 +54,7 @@ def chosen(first: Schedule, pipeline: Pipeline, batch: tuple[Any, Any]) -> Sched
 
 
 def _costs(pipeline: Pipeline, stages: Sequence[StageCost]) -> Costs:
-    size = int(fmean(stage.output_bytes for stage in stages[:-1])) // 4 * 4 or 4
+    size = int(fmean(stage.profile.output_bytes for stage in stages[:-1])) // 4 * 4 or 4
     travel = measure_messages(pipeline.transport, [size])[0]
     return Costs(
         forward=fmean(stage.forward_seconds for stage in stages),

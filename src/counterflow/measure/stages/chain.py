@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from counterflow.api.skip import Carried
 from counterflow.common.trees import tensors_in
+from counterflow.planning.inputs.model import LayerSkip
 from counterflow.runtime.messages.values import Structure, flatten_value, takes_gradient, unflatten_value
 from counterflow.runtime.mini_batch.samples import cut, moved
 from counterflow.runtime.pipeline import Pipeline
@@ -23,8 +24,6 @@ from counterflow.runtime.stages.sample_rows import SampleRows
 from counterflow.runtime.stages.saved_bytes import LayerSavedBytes
 from counterflow.runtime.stages.stage import LocalStage
 from counterflow.schedule.ir import SkipLink
-
-from .stage_record import SkipCost
 
 _Described = tuple[Structure | None, list[tuple[torch.Size, torch.dtype, bool]]]
 """Structure of a value, and shape, type and need of a gradient of each of its tensors."""
@@ -120,18 +119,18 @@ class Made:
             size(value),
         )
 
-    def costs(self, scale: float) -> dict[str, Any]:
-        """Bytes for ``StageCost``."""
+    def skips(self, stage: int, scale: float) -> tuple[LayerSkip, ...]:
+        """Values for later stages; ``scale`` is the number of micro-batches for each sample."""
         once = {link.target for link in self.links if link.once}
-        skips = [
-            SkipCost(
+        return tuple(
+            LayerSkip(
+                stage,
                 users,
                 self.sizes[n] if once & {*users} else round(scale * self.sizes[n]),
                 bool(once & {*users}),
             )
             for n, users in sorted(self.users.items())
-        ]
-        return {"output_bytes": round(scale * self.output_bytes), "skips": tuple(skips)}
+        )
 
 
 def _input_of(stage: int, made: Sequence[Made], device: torch.device) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from counterflow.common.tensors.graphs import graph_of, pointers, saved_by
 from counterflow.common.trees import tensors_in
+from counterflow.planning.inputs.profile import LayerProfile
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.stages.passes import PlainPass
 from counterflow.runtime.stages.sample_rows import SampleRows
@@ -20,7 +22,6 @@ from counterflow.runtime.stages.stage import NOT_COUNTED, LocalStage
 
 from .allocations import allocated
 from .chain import Chain, OutputHead
-from .workspace import Workspace
 
 
 class StageSubject:
@@ -120,18 +121,34 @@ class StageSubject:
             return time.perf_counter()
 
 
-def measure_workspace(subject: StageSubject, device: torch.device) -> Workspace:
-    """Run a forward and its backward, then again with a split backward.
+def with_workspace(
+    profile: LayerProfile, subject: StageSubject, device: torch.device, scale: float
+) -> LayerProfile:
+    """A measured profile with the memory of its ops while they run.
+
+    A forward and its backward are run once more, and then again with a split backward; all their allocations
+    count (``allocations.py``): saved tensors, outputs, and scratch memory of kernels.
 
     Args:
+        profile: the profile, for one micro-batch.
         subject: the stage, whose split backward has run before.
         device: device of the stage.
+        scale: micro-batches for each sample of the subject.
     """
     unit_pass = subject.begin()
     with allocated(device) as forward:
         _, outputs = unit_pass.forward(subject.inputs, subject.value)
     if not outputs:
-        return Workspace(forward.peak)
+        zero = (0,)
+        return replace(
+            profile,
+            forward_peak_bytes=(round(scale * forward.peak),),
+            kept_output_bytes=zero,
+            backward_peak_bytes=zero,
+            input_gradient_peak_bytes=zero,
+            weight_gradients_peak_bytes=zero,
+            kept_gradient_bytes=zero,
+        )
     size = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in outputs}.values())
     gradients = [torch.ones_like(t) for t in outputs]
     with allocated(device, since=forward.current) as left:
@@ -156,11 +173,13 @@ def measure_workspace(subject: StageSubject, device: torch.device) -> Workspace:
     }
     with allocated(device) as second:
         split_pass.weight_gradients()
-    return Workspace(
-        forward_peak_bytes=forward.peak,
-        kept_output_bytes=max(0, size - (forward.current - left.current)),
-        backward_peak_bytes=backward.peak,
-        input_gradient_peak_bytes=first.peak,
-        weight_gradients_peak_bytes=second.peak,
-        kept_gradient_bytes=sum(size for pointer, size in kept.items() if pointer not in saved),
+    created = sum(size for pointer, size in kept.items() if pointer not in saved)
+    return replace(
+        profile,
+        forward_peak_bytes=(round(scale * forward.peak),),
+        kept_output_bytes=(round(scale * max(0, size - (forward.current - left.current))),),
+        backward_peak_bytes=(round(scale * backward.peak),),
+        input_gradient_peak_bytes=(round(scale * first.peak),),
+        weight_gradients_peak_bytes=(round(scale * second.peak),),
+        kept_gradient_bytes=(round(scale * created),),
     )

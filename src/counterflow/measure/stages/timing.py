@@ -16,6 +16,7 @@ from torch import Tensor
 
 from counterflow.common.tensors.graphs import graph_of, pointers, saved_by
 from counterflow.common.trees import tensors_in
+from counterflow.planning.inputs.profile import LayerProfile
 from counterflow.runtime.messages.values import Unit, flatten_value
 from counterflow.runtime.mini_batch.loss_output import total_loss
 from counterflow.runtime.mini_batch.samples import samples_in, split_points
@@ -27,7 +28,7 @@ from counterflow.runtime.stages.stage import NOT_COUNTED, LocalStage
 from ..sequences import Growth, at_lengths
 from .chain import Chain, output_of
 from .stage_record import StageCost, median_of
-from .subject import StageSubject, measure_workspace
+from .subject import StageSubject, with_workspace
 
 
 def measure_stages(pipeline: Pipeline, inputs: Any, targets: Any, *, repeats: int = 3) -> list[StageCost]:
@@ -63,10 +64,10 @@ def measure_stages(pipeline: Pipeline, inputs: Any, targets: Any, *, repeats: in
     stages = range(pipeline.schedule.stages)
     found = [median_of([row[stage] for row in by_rank if stage in row]) for stage in stages]
     scale = rows.samples / (rows.stop - rows.start)
-    return [
-        *(replace(cost, **one.costs(scale)) for cost, one in zip(found, whole.made, strict=False)),
-        found[-1],
-    ]
+    for stage, outputs in enumerate(whole.made):
+        profile = replace(found[stage].profile, output_bytes=round(scale * outputs.output_bytes))
+        found[stage] = replace(found[stage], profile=profile, skips=outputs.skips(stage, scale))
+    return found
 
 
 def _measured(
@@ -100,6 +101,7 @@ def _measured(
     def outputs_of() -> list[Tensor]:
         return subject.begin(NOT_COUNTED).forward(given, value)[1]
 
+    scale = rows.samples / (rows.stop - rows.start)
     pipeline.weights.attach()
     contexts = ExitStack()
     contexts.enter_context(copy.precision.step())
@@ -117,7 +119,31 @@ def _measured(
         state, slice_state = _state_bytes(pipeline, copy, lengths[:2], rows) if sliced else (0.0, 0.0)
         saved, beyond_input = (subject.saved_bytes(known) for known in (constant, [*constant, *given]))
         halves, kept = subject.split_seconds(repeats)
-        workspace = measure_workspace(subject, pipeline.device)
+        growth = Growth.of(
+            [chain.share for chain in lengths],
+            [statistics.median(map(sum, one)) for one in zip(*turns, strict=True)],
+            attends=state + slice_state > 0,
+        )
+        passing = [tensor for tensor in given if tensor.requires_grad]
+        profile = LayerProfile(
+            samples=(1.0,),
+            forward_seconds=(scale * statistics.median(turn[0][0] for turn in turns),),
+            backward_seconds=(scale * statistics.median(turn[0][1] for turn in turns),),
+            input_gradient_seconds=(scale * statistics.median(first for first, _ in halves),),
+            weight_gradients_seconds=(scale * statistics.median(second for _, second in halves),),
+            saved_bytes=(round(scale * saved),),
+            kept_bytes=(round(scale * _held(constant, kept)),),
+            kept_input_bytes=(round(scale * saved) - round(scale * beyond_input),),
+            held_input_bytes=(round(scale * _held([*constant, *kept], passing)) if kept else 0,),
+            weights_bytes=sum(p.numel() * p.element_size() for p in parameters),
+            output_bytes=0,
+            cast_bytes=_held([], cast_to),
+            attention_share=growth.attention,
+            fixed_share=growth.fixed,
+            state_bytes=round(scale * state),
+            slice_state_bytes=round(scale * slice_state),
+        )
+        profile = with_workspace(profile, subject, pipeline.device, scale)
         by_layer = LayerSavedBytes(constant)
         output = output_of(copy, value, rows, pipeline.steps, by_layer)
         layer_inputs = by_layer.inputs.current
@@ -128,34 +154,15 @@ def _measured(
         copy.precision.forget()
         pipeline.weights.clear()
         pipeline.weights.detach()
-    scale = rows.samples / (rows.stop - rows.start)
-    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in given}
-    passing = [tensor for tensor in given if tensor.requires_grad]
-    growth = Growth.of(
-        [chain.share for chain in lengths],
-        [statistics.median(map(sum, one)) for one in zip(*turns, strict=True)],
-        attends=state + slice_state > 0,
-    )
+    stage_inputs = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in given}
+    input_bytes = 0 if copy.stage == 0 else round(scale * sum(stage_inputs.values()))
+    layer_input_bytes = round(scale * layer_inputs)
     return StageCost(
-        forward_seconds=scale * statistics.median(turn[0][0] for turn in turns),
-        backward_seconds=scale * statistics.median(turn[0][1] for turn in turns),
-        activation_bytes=round(scale * saved),
-        input_bytes=0 if copy.stage == 0 else round(scale * sum(held.values())),
-        layer_input_bytes=round(scale * layer_inputs),
+        profile=replace(profile, kept_anyway_bytes=(max(0, layer_input_bytes - input_bytes),)),
+        input_bytes=input_bytes,
+        layer_input_bytes=layer_input_bytes,
         largest_layer_bytes=round(scale * max(by_layer.beyond, default=0)),
         layers=len(copy.layers),
-        weight_bytes=sum(p.numel() * p.element_size() for p in parameters),
-        kept_bytes=round(scale * _held(constant, kept)),
-        input_gradient_seconds=scale * statistics.median(first for first, _ in halves),
-        weight_gradients_seconds=scale * statistics.median(second for _, second in halves),
-        beyond_input_bytes=round(scale * beyond_input),
-        cast_bytes=_held([], cast_to),
-        held_input_bytes=round(scale * _held([*constant, *kept], passing)) if kept else 0,
-        workspace=workspace.scaled(scale),
-        attention_share=growth.attention,
-        fixed_share=growth.fixed,
-        state_bytes=round(scale * state),
-        slice_state_bytes=round(scale * slice_state),
     )
 
 

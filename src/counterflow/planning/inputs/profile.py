@@ -49,6 +49,8 @@ _IF_THERE = (
     "held_input_bytes",
     *_PEAKS,
 )
+CURVES = (*_AT_SIZES, *_IF_THERE)
+"""Fields of ``LayerProfile`` with an amount for each size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +198,7 @@ class LayerProfile:
             raise ConfigError(
                 f"samples={list(self.samples)}: must be one size or more, above 0, each more than the last"
             )
-        for name in (*_AT_SIZES, *_IF_THERE):
+        for name in CURVES:
             values = getattr(self, name)
             if name in _IF_THERE and not values:
                 continue

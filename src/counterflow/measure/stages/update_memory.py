@@ -1,12 +1,8 @@
-"""Maximum memory of a stage's ops while they run, in allocated bytes.
-
-Each op is run once more and its allocations are noted (``allocations.py``): saved tensors, outputs, and
-scratch memory of its kernels.
-"""
+"""Memory of updates and of gradient norms, in allocated bytes (``allocations.py``)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -14,33 +10,6 @@ from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.stages.stage import LocalStage
 
 from .allocations import allocated
-
-
-@dataclass(frozen=True, slots=True)
-class Workspace:
-    """Bytes of one micro-batch that a stage's ops hold in addition to earlier ones.
-
-    Attributes:
-        forward_peak_bytes: maximum of a forward, including its output and saved tensors.
-        kept_output_bytes: the part of its output that it saves itself.
-        backward_peak_bytes: maximum of a backward; memory that it frees is reused.
-        input_gradient_peak_bytes: maximum of the first half of a split backward.
-        weight_gradients_peak_bytes: maximum of the other half.
-    """
-
-    forward_peak_bytes: int = 0
-    kept_output_bytes: int = 0
-    backward_peak_bytes: int = 0
-    input_gradient_peak_bytes: int = 0
-    weight_gradients_peak_bytes: int = 0
-    kept_gradient_bytes: int = 0
-
-    def scaled(self, factor: float) -> Workspace:
-        """The memory for ``factor`` times the samples."""
-        return replace(self, **{one.name: round(factor * getattr(self, one.name)) for one in fields(self)})
-
-
-NO_WORKSPACE = Workspace()
 
 
 @dataclass(frozen=True, slots=True)
