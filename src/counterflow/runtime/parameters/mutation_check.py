@@ -9,7 +9,7 @@ from torch import nn
 from counterflow.common.tensors.dtensors import is_dtensor
 from counterflow.errors import ConfigError
 
-from ..stages.recomputation import Contents
+from ..stages.buffers import Contents
 from ..stages.stage import LocalStage
 from ..transport.base import Group
 from .names import Names, named_parameters, shared_names

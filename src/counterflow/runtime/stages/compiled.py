@@ -23,9 +23,10 @@ from counterflow.common.trees import mapped, versions
 from counterflow.errors import ConfigError
 
 from ..messages.values import Value
+from .buffers import Buffers
 from .named_layer import NamedLayer, place_of
 from .randomness import RandomStreams
-from .recomputation import Buffers, copied
+from .recomputation import copied
 from .sample_rows import SampleRows
 from .stage_wrappers import Block, BlockRuns, Run, StageWrapper, called
 

@@ -15,11 +15,12 @@ from counterflow.verification.diagnosis.reruns import RerunDiagnosis
 
 from ..mesh.parallel import StageModule
 from ..messages.values import Value
+from .buffers import Buffers
 from .detach_points import DetachPoints
 from .named_layer import NamedLayer
 from .precision import Precision
 from .randomness import RandomStreams
-from .recomputation import Buffers, InputGuard
+from .recomputation import InputGuard
 from .replays import LayerReplays
 from .sample_rows import SampleRows
 from .saved_bytes import SavedBytes

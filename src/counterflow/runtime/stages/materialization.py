@@ -14,9 +14,9 @@ from counterflow.common.tensors.module_copies import attach_to_parameter
 from counterflow.common.tensors.torch_private import hooks_of
 from counterflow.errors import ConfigError
 
+from .buffers import Buffers
 from .named_layer import NamedLayer
 from .randomness import RandomStreams
-from .recomputation import Buffers
 
 
 def have_statistics(layers: Sequence[NamedLayer]) -> bool:

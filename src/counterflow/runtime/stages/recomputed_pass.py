@@ -20,9 +20,10 @@ from counterflow.verification.diagnosis.reruns import FirstOutput, rerun_error
 from counterflow.verification.diagnosis.tolerances import ROW_FACTOR, square_root_tolerance
 
 from ..messages.values import Value, flatten_value, takes_gradient, unflatten_value
+from .buffers import Contents
 from .interface import RunnableStage
 from .passes import Output, PlainPass, StagePass
-from .recomputation import Contents, copied, same_tensors
+from .recomputation import copied, same_tensors
 
 _NOTHING = nullcontext()
 

@@ -19,8 +19,9 @@ from counterflow.common.trees import tensors_in, versions
 from counterflow.verification.diagnosis.reruns import RerunDiagnosis
 
 from ..messages.values import Value
+from .buffers import Buffers
 from .named_layer import NamedLayer, place_of
-from .recomputation import Buffers, CountSaved, InputGuard, Replay, same_tensors
+from .recomputation import CountSaved, InputGuard, Replay, same_tensors
 from .sample_rows import SampleRows
 from .saved_bytes import SavedBytes, SavedStorage
 from .stage_wrappers import Run, StageWrapper

@@ -19,6 +19,7 @@ from ..mesh.parallel import StageModule, fsdp_modules, gathered_parameters
 from ..messages.values import Value
 from ..mini_batch.mean_losses import UNWATCHED, MeanLossDetector
 from .aux_loss import AuxLossCollector, split_aux_losses
+from .buffers import Buffers
 from .compiled import Backend, Compiled, CompiledLayers, Drawing
 from .deferred import SUMS, Deferred
 from .detach_points import DetachPoints
@@ -30,7 +31,7 @@ from .named_layer import LOSS, NamedLayer
 from .passes import EmptyPass, GuardedPass, Head, PlainPass, RawHead, SplitPass, StagePass
 from .precision import CastStage, Precision
 from .randomness import RandomStreams
-from .recomputation import Buffers, InputGuard
+from .recomputation import InputGuard
 from .replays import LayerReplays
 from .sample_rows import SampleRows
 from .saved_bytes import SavedBytes
