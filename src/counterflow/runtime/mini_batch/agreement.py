@@ -97,7 +97,7 @@ class Agreement:
         """Agreement on the last mini-batch."""
         self._reports: list[SampleCounts] = []
         self._samples = 0, 0
-        """What follows from the last reports."""
+        """Samples of this replica and of all, by the last reports."""
 
     def refuse(self, error: Exception, step: int) -> Exception:
         """Report to all workers that this one refuses its mini-batch, of which it has done nothing.

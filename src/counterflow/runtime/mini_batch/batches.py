@@ -105,7 +105,7 @@ class Batches:
         self._known_layouts: KnownLayouts = []
         """Lists in mini-batches whose samples were found to be in their tensors."""
         self._positions_may_differ = bool(execution.digest_every and role.dims.further)
-        """Whether positions of the further dimensions may differ: they are compared after the first step."""
+        """True if positions of the further dimensions may differ: they are compared after the first step."""
 
     def user_batch(
         self,

@@ -35,7 +35,7 @@ class KnownShapes:
         self._pipes = {m: op_pass.pipe for op_pass in workload.passes for m in op_pass.micro_batches}
         self._mini_batches: dict[int, Shapes] = {}
         self._micro_batches: dict[tuple[int, int], tuple[Shapes, int]] = {}
-        """By kind and pipe, the shapes of a mini-batch that had such a micro-batch, and its number there."""
+        """Shapes of a mini-batch that had such a micro-batch, and its number there, by kind and pipe."""
 
     def __contains__(self, kind: int) -> bool:
         """True if an earlier mini-batch had this kind."""

@@ -30,7 +30,7 @@ from .entries import (
 )
 
 Dims = Any
-"""Which dimension of a value's tensors the samples are: an int for all, None for none, ``ENTRIES`` for the
+"""Dimension of the samples in a value's tensors: an int for all, None for none, ``ENTRIES`` for the
 entries of a list, or a tree of them of the value's structure or of its first levels, as ``torch.vmap`` takes
 ``in_dims``."""
 

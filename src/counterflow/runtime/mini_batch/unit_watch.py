@@ -36,7 +36,7 @@ class UnitWatch:
 
     @property
     def complete(self) -> bool:
-        """Whether all outputs and losses are saved."""
+        """True if all outputs and losses are saved."""
         return len(self._entries if self._has_loss else self.outputs) == self.count
 
     def loss(self) -> float | None:

@@ -30,7 +30,7 @@ _KNOWN = {
     "size",
     "stride",
 }
-"""What may be called of a remote tensor; its properties may be read too."""
+"""Methods of a remote tensor that may be called; its properties may be read too."""
 
 _SET = {"grad", "requires_grad"}
 """Properties that may be set."""

@@ -152,7 +152,7 @@ class _Compact:
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[weakref.ref[Tensor], Tensor | None]] = {}
-        """By ``id`` the view, which need not live on, and its copy; None: it stays."""
+        """Weak reference to a view and its copy, by the view's ``id``; None: no copy is needed."""
 
     def of(self, states: dict[int, Any]) -> dict[int, Any]:
         """States without other memory."""

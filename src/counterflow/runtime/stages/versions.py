@@ -1,4 +1,4 @@
-"""Weight versions of one stage, for asynchronous schemes: which of them are held, and which is in use.
+"""Weight versions of one stage, for asynchronous schemes: those that are stored, and the one in use.
 
 The schedule determines which version an op uses, when a new one is made and which old ones are released then.
 Every version held has its own storages, and a parameter shows the one in use. Parameters themselves stay the
@@ -49,15 +49,15 @@ class Versions:
         """Tensors with a version counter: the trained parameters and their memory, each once."""
         self._ids: frozenset[int] = frozenset()
         self._counts: dict[int, int] = {}
-        """By version, the count that a parameter's ``_version`` has while that version is shown."""
+        """Value of the parameters' ``_version`` while a version is shown, by version."""
         self._last_count = 0
         self._overwritten: dict[int, nn.Parameter] = {}
         self._tensors: dict[int, list[Tensor]] = {}
         self._shown: list[Tensor] = []
         self.shown = 0
-        """The number of the version in use."""
+        """Number of the version in use."""
         self.peak = 0
-        """The most versions that were held at once."""
+        """Largest number of versions stored at once."""
 
     @property
     def stored(self) -> tuple[int, ...]:
@@ -66,11 +66,11 @@ class Versions:
 
     @property
     def swapped(self) -> frozenset[int]:
-        """The parameters that have versions, by identity."""
+        """Identities of the parameters that have versions."""
         return self._ids
 
     def begin(self) -> None:
-        """The weights are version 0."""
+        """Make the weights version 0."""
         self._trained = tuple(p for p in self._all() if p.requires_grad)
         self._memory = tuple(map(local, self._trained))
         self._counted = tuple({id(tensor): tensor for tensor in (*self._trained, *self._memory)}.values())
@@ -91,7 +91,7 @@ class Versions:
         self._ids = frozenset()
 
     def show_latest(self) -> None:
-        """Show the latest version, which is what everybody but an op wants to see."""
+        """Show the latest version, which all code but an op uses."""
         self.use(max(self._tensors))
 
     def use(self, version: int) -> None:
@@ -139,22 +139,22 @@ class Versions:
             self._show(new)
 
     def unseen(self) -> AbstractContextManager[None]:
-        """Around an update: autograd may go on with what it saved of the parameters.
+        """Context of an update, which does not count as a change in place of what autograd saved.
 
-        It would refuse, because the parameter at hand was changed in place; but what a backward sees is the
-        version that its forward used, which was not.
+        Autograd would refuse its saved parameters. But a backward sees the version that its forward used,
+        which the update does not change.
         """
         return preserve_version_counter(self._counted)  # as FSDP2 does
 
     def note(self) -> None:
-        """Note that the weights are as they shall be; what was changed by hand has a count of its own."""
+        """Note that the weights are in their intended state; changes by hand get a count of their own."""
         self._overwritten.clear()
         count = self._counts.get(self.shown)
         if count is not None and any(tensor._version != count for tensor in self._counted):  # noqa: SLF001 - documented as it
             self._recount()
 
     def overwritten(self) -> list[nn.Parameter]:
-        """The parameters of which any version was changed in place since ``note``."""
+        """Return the parameters of which a version was changed in place since ``note``."""
         self._note_overwritten()
         return list(self._overwritten.values())
 
