@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .assembly.arguments import Arguments
 from .assembly.local_stages import LocalStages, local_stages, refuse_embeddings
 from .assembly.partition import PartitionedModel
+from .assembly.pipeline_arguments import PipelineArguments
 from .assembly.recordings import Recordings
 from .assembly.runners import batches_of, runners_of
 from .assembly.weights import weights_of
@@ -80,7 +80,7 @@ class Engine:
     inspection: Inspection
 
 
-def build_engine(arguments: Arguments, transport: Transport, owner: TransportUser) -> Engine:
+def build_engine(arguments: PipelineArguments, transport: Transport, owner: TransportUser) -> Engine:
     """Build a worker's engine; all workers call it.
 
     Args:

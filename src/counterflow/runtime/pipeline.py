@@ -19,8 +19,8 @@ from counterflow.execution import Batching, Execution, Flat, records
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.registry import schedule_of
 
-from .assembly.arguments import Arguments
 from .assembly.partition import PartitionedModel
+from .assembly.pipeline_arguments import PipelineArguments
 from .engine import build_engine
 from .execution.evaluation import PendingEvaluation
 from .execution.step import Evaluation, Step
@@ -111,7 +111,7 @@ class Pipeline(PipelineStates, PipelineProperties):
         **options: Unpack[Flat],
     ) -> None:
         execution, batching = records(execution, batching, options, PARAMETERS)
-        arguments = Arguments(
+        arguments = PipelineArguments(
             model,
             loss_function,
             schedule_of(schedule, {}),
@@ -276,7 +276,7 @@ class Pipeline(PipelineStates, PipelineProperties):
     ) -> Evaluation:
         """Compute a mini-batch's loss, metrics and, if asked for, outputs; no gradients, evaluation mode.
 
-        The pipeline is flushed first. Arguments and errors are those of ``step``.
+        The pipeline is flushed first. PipelineArguments and errors are those of ``step``.
         """
         user_batch = partial(self._engine.batches.user_batch, inputs, targets, kwargs, micro_batches, samples)
         return self._engine.inference.evaluate(user_batch, outputs=outputs)

@@ -143,7 +143,7 @@ def test_another_version_on_one_worker_is_refused(monkeypatch: pytest.MonkeyPatc
     def versions() -> dict[str, object]:
         return {"torch": "2.13.1" if current_transport().rank == 1 else "2.13.0"}
 
-    monkeypatch.setattr("counterflow.runtime.assembly.arguments.versions", versions)
+    monkeypatch.setattr("counterflow.runtime.assembly.pipeline_arguments.versions", versions)
     with pytest.raises(
         ConfigError, match=r"rank 0 was given torch = '2\.13\.0', and rank 1 torch = '2\.13\.1'"
     ):

@@ -193,7 +193,6 @@ def _calm(copy: LocalStage, trains: Callable[[nn.Module], bool]) -> Iterator[Non
 
 
 def _layer_input(copy: LocalStage, value: Value) -> Value:
-    """Return the input of a stage's layers: that of the stage without auxiliary losses."""
     value, _ = split_aux_losses(value)
     return Carried(value, {}) if copy.skips is not None and type(value) is not Carried else value
 

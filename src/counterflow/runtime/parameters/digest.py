@@ -49,7 +49,6 @@ def digest(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """A tensor's bits as integers, one after another."""
     flat = tensor.contiguous().reshape(-1)
     if flat.element_size() == 1:
         return flat.view(torch.uint8)

@@ -248,14 +248,6 @@ class LocalState:
                 )
 
     def _load_residuals(self, residuals: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Take what this worker has lost of its weights' gradients.
-
-        Args:
-            residuals: residuals by name and rank; empty: the state has none.
-
-        Raises:
-            ConfigError: they are those of other workers.
-        """
         rank, compressed = str(self._transport.rank), False
         for gradients in self._placement.all_gradients():
             for name, residual in gradients.residuals.items():

@@ -121,7 +121,6 @@ class InPlaceMutationCheck:
             )
 
     def _changed_weights(self) -> Iterator[tuple[int, str, str, str]]:
-        """Weights changed since ``note_parameters``: stage, layer, name in the layer, first name."""
         for stage, noted in self._unchanged.items():
             for changed in self._changed_parameters(stage, noted):
                 firsts = {id(p): n for n, p in named_parameters(self._stages[stage], self._names).items()}
@@ -132,7 +131,6 @@ class InPlaceMutationCheck:
                             yield stage, place, name, firsts[id(changed)]
 
     def _changed_parameters(self, stage: int, noted: Sequence[int]) -> list[nn.Parameter]:
-        """A stage's parameters that were changed since they were noted, or one of whose versions was."""
         versions, watched = self._stages[stage].versions, self._watched[stage]
         swapped = set() if versions is None else versions.swapped
         overwritten = [] if versions is None else [p for p in versions.overwritten() if not is_dtensor(p)]

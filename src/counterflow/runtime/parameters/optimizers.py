@@ -167,7 +167,6 @@ def _refuse_sparse(optimizer: Optimizer, stage: int) -> None:
 
 
 def _refuse_mixed(optimizer: Optimizer, stage: int) -> None:
-    """Refuse, before its first step, an optimiser that changes parameters of several kinds at once."""
     for group in optimizer.param_groups:
         kinds = {cast("Any", p).device_mesh if is_dtensor(p) else None for p in group["params"]}
         at_once = next((name for name in ("foreach", "fused") if group.get(name)), None)

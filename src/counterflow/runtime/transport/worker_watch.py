@@ -351,7 +351,6 @@ class Watch:
             self.device_error.lost = True
 
     def _check_next_worker(self) -> Failure | None:
-        """Report the failure of the next worker if its process is gone."""
         if self._next_worker is None:
             return None
         rank, loss_reason = self._next_worker.next, self._next_worker.loss_reason

@@ -206,7 +206,6 @@ class _Functions(TorchFunctionMode):
 
 @contextmanager
 def _values_in(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Context in which a model has other tensors as parameters and buffers."""
     old = dict((*model.named_parameters(), *model.named_buffers()))
     values = {id(old[name]): value for name, value in tensors.items() if name in old}
     places = [

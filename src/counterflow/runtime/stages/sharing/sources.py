@@ -143,7 +143,6 @@ class _Source:
         return Use.READ if isinstance(outer, _LOOKS) else Use.ANY
 
     def _of_entry(self, node: ast.AST) -> Use:
-        """The use of an entry, or of what it holds."""
         while not _is_set(node):
             outer = self._parents.get(node)
             if isinstance(outer, ast.Attribute):

@@ -1,4 +1,4 @@
-"""Arguments of a pipeline: what they rule out alone, the transport they name, their model in stages.
+"""PipelineArguments of a pipeline: what they rule out alone, the transport they name, their model in stages.
 
 Invariant: a worker that lacks the others' arguments stops before any weight is made.
 """
@@ -31,8 +31,8 @@ from .partition import Model, PartitionedModel, partition_model
 
 
 @dataclass(frozen=True, slots=True)
-class Arguments:
-    """Arguments of one worker's pipeline, as ``Pipeline`` documents them.
+class PipelineArguments:
+    """PipelineArguments of one worker's pipeline, as ``Pipeline`` documents them.
 
     Attributes:
         schedule: the schedule, by now no text.
@@ -56,8 +56,8 @@ class Arguments:
     transport: Transport | str | None
     device: torch.device | str | None
 
-    def checked(self) -> Arguments:
-        """Arguments that a worker can run, with the layers of ``example`` in its place.
+    def checked(self) -> PipelineArguments:
+        """PipelineArguments that a worker can run, with the layers of ``example`` in its place.
 
         Raises:
             ConfigError: layers cannot be captured, or are listed as well; or the schedule cannot run, alone
@@ -70,7 +70,7 @@ class Arguments:
         refuse_uncompressed(self.execution, self.schedule, parallelized=parallelized)
         return arguments
 
-    def _captured(self) -> Arguments:
+    def _captured(self) -> PipelineArguments:
         if self.example is None:
             return self
         list_layers, costs = captured_layers(
