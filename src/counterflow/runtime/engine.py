@@ -17,7 +17,6 @@ from .assembly.weights import weights_of
 from .call_guard import CallGuard, TransportUser
 from .cut_probe import CutProbe
 from .drain import Drain
-from .execution.evaluation import EvaluationRunner
 from .execution.runner import Runner
 from .execution.step import Workers, replica_and_worker
 from .inference import Inference
@@ -48,13 +47,11 @@ class Engine:
         local: the worker's stages.
         workers: ranks of the pipeline, and this worker among them.
         weights: the worker's weights.
-        compression: compression of messages; None: they are sent in full.
-        gradient_compression: form in which gradients are summed; None: in full.
+        compression: compression of messages, with the bytes that it sent; None: they are sent in full.
         further_dims: names of the mesh's dimensions beside replica and worker.
         lease: the pipeline's resources of its transport.
         guard: guard of the pipeline's calls.
         runner: runner of the training steps.
-        evaluation: runner of the evaluations.
         drain: what is in flight.
         witness: comparison with the user's own forward.
     """
@@ -65,12 +62,10 @@ class Engine:
     weights: Weights
     streams: RandomStreams
     compression: Compression | None
-    gradient_compression: SumCompression | None
     further_dims: Sequence[str]
     lease: Lease[TransportUser]
     guard: CallGuard
     runner: Runner
-    evaluation: EvaluationRunner
     batches: Batches
     drain: Drain
     witness: Witness
@@ -124,8 +119,7 @@ def build_engine(arguments: PipelineArguments, transport: Transport, owner: Tran
     )
     refuse_embeddings(model, execution, workers.replicas)
     lease: Lease[TransportUser] = open_lease(transport, owner)
-    name = execution.gradient_compression
-    gradient_compression = None if name is None else SumCompression(name)
+    sum_form = execution.gradient_compression
     weights = weights_of(
         local.stages,
         names=model.names,
@@ -138,7 +132,7 @@ def build_engine(arguments: PipelineArguments, transport: Transport, owner: Tran
         scheduler=arguments.scheduler,
         streams=streams,
         sharded=execution.zero_stage > 0,
-        compression=gradient_compression,
+        compression=None if sum_form is None else SumCompression(sum_form),
         loss_scale=LossScale.of(execution),
     )
     local.compile(execution.compile, streams)
@@ -236,12 +230,10 @@ def build_engine(arguments: PipelineArguments, transport: Transport, owner: Tran
         weights=weights,
         streams=streams,
         compression=compression,
-        gradient_compression=gradient_compression,
         further_dims=() if further is None else further.mesh_dim_names or (),
         lease=lease,
         guard=guard,
         runner=runner,
-        evaluation=evaluation,
         batches=batches,
         drain=drain,
         witness=witness,

@@ -137,8 +137,7 @@ class Pipeline(PipelineStates, PipelineProperties):
         self.ranks, self.replicas = workers.ranks, workers.replicas
         self.replica, self.worker = workers.replica, workers.worker
         self.stages, self.loss_function, self.dims = local.stages, local.loss_function, local.dims
-        self.weights, self.streams = engine.weights, engine.streams
-        self.compression, self.gradient_compression = engine.compression, engine.gradient_compression
+        self.weights, self.streams, self.compression = engine.weights, engine.streams, engine.compression
         self._sealed = True
 
     def close(self) -> None:
