@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .api.attention import attend
     from .api.aux_loss import add_loss, added_losses
     from .api.carry import Carry
+    from .api.contexts import Share, join_sequence, share_sequence
     from .api.counters import sum_over_copies
     from .api.experts import TokenBalance, combine, dispatch, grouped_linear, limit_capacity
     from .api.loss_sum import LossSum, next_target, whole_target
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from .planning.scheme_comparison import Comparison, compare
     from .runtime.execution.evaluation import PendingEvaluation
     from .runtime.execution.step import Evaluation, Step
+    from .runtime.mesh.context_parallel import ContextParallel
     from .runtime.mesh.expert_parallel import ExpertParallel
     from .runtime.mini_batch.entries import ENTRIES
     from .runtime.pipeline import Pipeline
@@ -47,6 +49,7 @@ __all__ = [
     "Carry",
     "Comparison",
     "ConfigError",
+    "ContextParallel",
     "Costs",
     "CounterflowError",
     "DeadlockError",
@@ -61,6 +64,7 @@ __all__ = [
     "SameModel",
     "Schedule",
     "ScheduleError",
+    "Share",
     "Simulation",
     "Skip",
     "Step",
@@ -77,6 +81,7 @@ __all__ = [
     "dispatch",
     "draw",
     "grouped_linear",
+    "join_sequence",
     "launch",
     "layers",
     "limit_capacity",
@@ -90,6 +95,7 @@ __all__ = [
     "same_model",
     "save_checkpoint",
     "schemes",
+    "share_sequence",
     "simulate",
     "sum_over_copies",
     "synthesize",
@@ -100,6 +106,10 @@ __all__ = [
 
 
 _LATE = {
+    "share_sequence": "api.contexts",
+    "join_sequence": "api.contexts",
+    "Share": "api.contexts",
+    "ContextParallel": "runtime.mesh.context_parallel",
     "Batching": "execution",
     "Carry": "api.carry",
     "Comparison": "planning.scheme_comparison",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +19,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ..errors import ConfigError
+from .attention_parts import KeyPart, SavedKeys, head_of_group, merged, visible
 from .carry import Carry
-from .torch_internals import FLASH, FLASH_BACKWARD
+from .contexts import Context, chunks_of, gathered
+from .ring_attention import ring_attention
 
 
 def attend(
@@ -66,10 +68,13 @@ def attend(
                 f"{queries.shape[2]} positions, as the queries are; give each slice its own part of them"
             )
     options = dropout, scale, window, documents, seen
-    if carry.expects_slices:
-        output: Tensor = carry._uncompiled(_attend, carry, queries, keys, values, *options)  # noqa: SLF001
-        return output
-    return _attend(carry, queries, keys, values, *options)
+    if carry.context is not None:
+        output: Tensor = carry._uncompiled(attend_share, carry.context, queries, keys, values, *options)  # noqa: SLF001
+    elif carry.expects_slices:
+        output = carry._uncompiled(_attend, carry, queries, keys, values, *options)  # noqa: SLF001
+    else:
+        output = _attend(carry, queries, keys, values, *options)
+    return output
 
 
 def _attend(  # noqa: PLR0917
@@ -83,9 +88,67 @@ def _attend(  # noqa: PLR0917
     documents: Tensor | None,
     seen: Tensor | None,
 ) -> Tensor:
-    before: tuple[_SavedKeys, ...] = carry.take(())
+    before: tuple[SavedKeys, ...] = carry.take(())
     parts = (*before, (keys, values, documents, seen))
     carry.leave((_joined(parts),) if carry.joins else parts)
+    return _attend_parts(queries, parts, dropout, scale, window)
+
+
+def attend_share(  # noqa: PLR0917
+    context: Context,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    dropout: float = 0.0,
+    scale: float | None = None,
+    window: int | None = None,
+    documents: Tensor | None = None,
+    seen: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of a share of a sequence to the sequence; arguments as of ``attend``, of this share.
+
+    Args:
+        context: positions of the mesh that share the sequence.
+        queries: [samples, heads, positions, width].
+        keys: [samples, key heads, positions, width].
+        values: [samples, key heads, positions, width].
+        dropout: share of the attention weights that is dropped.
+        scale: factor of the products.
+        window: number of positions that a position sees.
+        documents: [samples, positions], numbers of documents in the whole sequence.
+        seen: [samples, positions], True if queries may attend to a position.
+
+    Returns:
+        [samples, heads, positions, width].
+    """
+    whole_documents = None if documents is None else gathered(documents, context, 1)
+    whole_seen = None if seen is None else gathered(seen.to(torch.uint8), context, 1).bool()
+    if context.ring and not dropout:
+        return ring_attention(context, queries, keys, values, scale, window, whole_documents, whole_seen)
+    whole_keys, whole_values = gathered(keys, context, 2), gathered(values, context, 2)
+    length = queries.shape[2] // 2
+    outputs = []
+    for queries_of_chunk, chunk in zip(queries.chunk(2, 2), chunks_of(context.share), strict=True):
+        bounds = [(0, chunk * length), (chunk * length, (chunk + 1) * length)]
+        parts = [
+            (
+                whole_keys[:, :, first:end],
+                whole_values[:, :, first:end],
+                None if whole_documents is None else whole_documents[:, first:end],
+                None if whole_seen is None else whole_seen[:, first:end],
+            )
+            for first, end in bounds
+            if first < end
+        ]
+        outputs.append(_attend_parts(queries_of_chunk, parts, dropout, scale, window))
+    return torch.cat(outputs, 2)
+
+
+def _attend_parts(
+    queries: Tensor, parts: Sequence[SavedKeys], dropout: float, scale: float | None, window: int | None
+) -> Tensor:
+    """Attention to earlier parts and, causally, to the last part, which is that of the queries."""
+    before, (keys, values, documents, seen) = parts[:-1], parts[-1]
     narrow = window is not None or documents is not None or seen is not None
     if not dropout and (before or narrow):
         flat = [tensor for part in parts for tensor in part]
@@ -97,7 +160,7 @@ def _attend(  # noqa: PLR0917
         start = sum(part[0].shape[2] for part in before)
         masks, first = [], 0
         for part in parts:
-            masks.append(_mask(queries, start, first, part, documents, window))
+            masks.append(visible(queries, start, first, part, documents, window))
             first += part[0].shape[2]
         mask = torch.cat(masks, -1)
         keys, values = (
@@ -110,7 +173,7 @@ def _attend(  # noqa: PLR0917
     )  # fmt: skip
 
 
-def _joined(parts: Sequence[_SavedKeys]) -> _SavedKeys:
+def _joined(parts: Sequence[SavedKeys]) -> SavedKeys:
     keys, values, documents, seen = zip(*parts, strict=True)
 
     def along(tensors: Sequence[Tensor | None], dim: int) -> Tensor | None:
@@ -118,84 +181,6 @@ def _joined(parts: Sequence[_SavedKeys]) -> _SavedKeys:
         return torch.cat(present, dim) if len(present) == len(tensors) else None
 
     return torch.cat(keys, 2), torch.cat(values, 2), along(documents, 1), along(seen, 1)
-
-
-_SavedKeys = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-"""Keys, values, documents and what is seen of a slice's positions."""
-
-
-def _mask(  # noqa: PLR0917
-    queries: Tensor, start: int, first: int, part: _SavedKeys, documents: Tensor | None, window: int | None
-) -> Tensor:
-    """Mask of the keys of a part, from position ``first`` on, that each query from ``start`` on sees.
-
-    It is [positions, keys], or [samples, 1, positions, keys].
-    """
-    key, _, its_documents, seen = part
-    at = torch.arange(start, start + queries.shape[2], device=queries.device)[:, None]
-    ahead = at - torch.arange(first, first + key.shape[2], device=queries.device)
-    mask = ahead >= 0 if window is None else (ahead >= 0) & (ahead < window)
-    if documents is not None and its_documents is not None:
-        mask = mask & (documents[:, None, :, None] == its_documents[:, None, None])
-    return mask if seen is None else mask & seen[:, None, None].bool()
-
-
-class _KeyPart(NamedTuple):
-    """Part of the keys that a slice's queries attend to.
-
-    Attributes:
-        key: of the part.
-        value: of the part.
-        causal: True for the slice's own keys.
-        mask: further limit to the keys that each query sees; None: none.
-    """
-
-    key: Tensor
-    value: Tensor
-    causal: bool
-    mask: Tensor | None
-
-    def forward(self, queries: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Output of the queries for these keys, and its log-sum-exp, [..., positions]."""
-        if self._by_kernel(queries):
-            result: tuple[Tensor, Tensor] = FLASH(
-                queries, self.key, self.value, 0.0, self.causal, attn_mask=None, scale=scale
-            )
-            return result
-        scores = self._scores(queries, scale)
-        total = scores.logsumexp(-1)
-        weights = (scores - _finite(total)[..., None]).exp()
-        return weights.to(self.value.dtype) @ self.value, total
-
-    def backward(
-        self, gradient: Tensor, queries: Tensor, output: Tensor, total: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of queries, key and value, with the output and log-sum-exp over all parts."""
-        if self._by_kernel(queries):
-            gradients: tuple[Tensor, Tensor, Tensor] = FLASH_BACKWARD(
-                gradient, queries, self.key, self.value, output, total, 0.0, self.causal,
-                attn_mask=None, scale=scale,
-            )  # fmt: skip
-            return gradients
-        weights = (self._scores(queries, scale) - _finite(total)[..., None]).exp()
-        wide = gradient.to(weights.dtype)
-        along = (wide * output.to(weights.dtype)).sum(-1, keepdim=True)
-        scores = weights * (wide @ self.value.to(weights.dtype).mT - along) * scale
-        scores = scores.to(queries.dtype)
-        return scores @ self.key, scores.mT @ queries, weights.to(gradient.dtype).mT @ gradient
-
-    def _by_kernel(self, queries: Tensor) -> bool:
-        if self.mask is not None or queries.device.type != "cpu":
-            return False
-        return all(tensor.stride(-1) == 1 for tensor in (queries, self.key, self.value))
-
-    def _scores(self, queries: Tensor, scale: float) -> Tensor:
-        wide = torch.promote_types(queries.dtype, torch.float32)
-        scores = (queries @ self.key.mT).to(wide) * scale
-        mask = self.mask
-        if mask is None and self.causal:
-            mask = _mask(queries, 0, 0, (self.key, self.value, None, None), None, None)
-        return scores if mask is None else scores.masked_fill(~mask, -math.inf)
 
 
 class _ByParts(torch.autograd.Function):
@@ -208,10 +193,10 @@ class _ByParts(torch.autograd.Function):
         output = queries.new_empty(samples, positions, heads, width).transpose(1, 2)
         total = queries.new_empty(queries.shape[:3], dtype=torch.promote_types(queries.dtype, torch.float32))
         for group in range(groups):
-            queries_of_group = _group(queries, group, groups)
-            out, sums = _merged([part.forward(queries_of_group, scale) for _, part in parts])
-            _group(output, group, groups).copy_(out)
-            _group(total, group, groups).copy_(sums)
+            queries_of_group = head_of_group(queries, group, groups)
+            out, sums = merged([part.forward(queries_of_group, scale) for _, part in parts])
+            head_of_group(output, group, groups).copy_(out)
+            head_of_group(total, group, groups).copy_(sums)
         ctx.save_for_backward(queries, output, total, *flat)
         ctx.scale, ctx.window = scale, window
         return output
@@ -226,25 +211,20 @@ class _ByParts(torch.autograd.Function):
         gradients: list[Tensor | None] = [None] * len(flat)
         for group in range(groups):
             queries_of_group, gradient_of_group, out, sums = (
-                _group(tensor, group, groups) for tensor in (queries, gradient, output, total)
+                head_of_group(tensor, group, groups) for tensor in (queries, gradient, output, total)
             )
             for number, part in parts:
                 query_gradient, key, value = part.backward(
                     gradient_of_group, queries_of_group, out, sums, ctx.scale
                 )
-                _group(of_queries, group, groups).add_(query_gradient)
+                head_of_group(of_queries, group, groups).add_(query_gradient)
                 for place, its_gradient in ((number, key), (number + 1, value)):
                     earlier = gradients[place]
                     gradients[place] = its_gradient if earlier is None else earlier.add_(its_gradient)
         return None, None, of_queries, *gradients
 
 
-def _group(tensor: Tensor, group: int, groups: int) -> Tensor:
-    """One head of each group that shares a key head: [samples, key heads, ...]."""
-    return tensor if groups == 1 else tensor.unflatten(1, (-1, groups))[:, :, group]
-
-
-def _parts(queries: Tensor, flat: Sequence[Tensor | None], window: int | None) -> list[tuple[int, _KeyPart]]:
+def _parts(queries: Tensor, flat: Sequence[Tensor | None], window: int | None) -> list[tuple[int, KeyPart]]:
     lefts: list[Any] = [flat[place : place + 4] for place in range(0, len(flat), 4)]
     positions, documents = queries.shape[2], lefts[-1][2]
     start = sum(key.shape[2] for key, *_ in lefts[:-1])
@@ -255,20 +235,7 @@ def _parts(queries: Tensor, flat: Sequence[Tensor | None], window: int | None) -
         inside = window is None or start + positions - window <= first
         if inside or first + count - 1 > start - window:
             unmasked = inside and documents is None and seen is None
-            mask = None if unmasked else _mask(queries, start, first, saved, documents, window)
-            parts.append((4 * number, _KeyPart(key, value, is_own, mask)))
+            mask = None if unmasked else visible(queries, start, first, saved, documents, window)
+            parts.append((4 * number, KeyPart(key, value, is_own, mask)))
         first += count
     return parts
-
-
-def _merged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    if len(parts) == 1:
-        return parts[0]
-    total = torch.stack([sums for _, sums in parts]).logsumexp(0)
-    output = sum(out * (sums - _finite(total)).exp()[..., None] for out, sums in parts)
-    return output, total  # type: ignore[return-value]
-
-
-def _finite(total: Tensor) -> Tensor:
-    """A log-sum-exp with 0 in place of that of nothing, whose terms are to be 0."""
-    return total.masked_fill(total == -math.inf, 0.0)

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from ..common.trees import versions
 from ..errors import ConfigError
+from .contexts import Context, positions_of_share
 from .torch_internals import in_backward
 
 NOTHING = object()
@@ -56,6 +57,8 @@ class Carry(nn.Module):
         """Whether this run is one of a slice, and whether any will be."""
         self._joins = False
         """Whether a state may be put together anew, as no gradient goes back to its parts."""
+        self.context: Context | None = None
+        """Positions of the mesh that share the layer's sequences; None: it is given whole ones, or slices."""
 
     def take(self, otherwise: Any = None) -> Any:
         """State from the slice before; ``otherwise`` if this is the first one, or the whole sequence.
@@ -63,6 +66,7 @@ class Carry(nn.Module):
         Raises:
             ConfigError: a user's own checkpoint asks for it again in the backward.
         """
+        self._refuse_shares()
         return self._take(otherwise) if self._expected else otherwise
 
     def leave(self, state: Any) -> None:
@@ -72,8 +76,34 @@ class Carry(nn.Module):
             state: tensors, numbers and None in tuples, lists and dicts, which must not be changed in place
                 later. Leave a copy (``clone``) of a small part of a large tensor, as a view saves all of it.
         """
+        self._refuse_shares()
         if self._expected:
             self._leave(state)
+
+    def _refuse_shares(self) -> None:
+        if self.context is not None:
+            raise ConfigError(
+                "a layer carries a state along the sequence, which cf.ContextParallel shares among "
+                "positions of the mesh: only attention by cf.attend sees all of it; train without one of them"
+            )
+
+    def positions(self, length: int, start: int = 0, device: torch.device | None = None) -> torch.Tensor:
+        """Numbers, in the whole sequence, of the positions that the layer is given; for rotary embeddings.
+
+        Args:
+            length: number of positions in this run.
+            start: number of positions in earlier slices.
+            device: device of the result.
+
+        Returns:
+            [length], integers.
+
+        >>> Carry().positions(3, start=4).tolist()
+        [4, 5, 6]
+        """
+        if self.context is None:
+            return torch.arange(start, start + length, device=device)
+        return positions_of_share(length, self.context.share, device)
 
     @property
     def sliced(self) -> bool:

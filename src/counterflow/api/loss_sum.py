@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .contexts import CONTEXT, gathered, share_sequence
+
 
 class LossSum(NamedTuple):
     """A loss that is normalised over the whole mini-batch, for instance by the number of tokens that count.
@@ -48,7 +50,7 @@ SLICE = "counterflow_slice"
 
 
 def whole_target(target: Tensor) -> Tensor:
-    """The target of the whole sequence if the target is that of a slice; otherwise the target itself.
+    """The target of the whole sequence if the target is of a slice, or a share; otherwise the target itself.
 
     A loss that divides by the number of tokens that count in each sample needs it: its value for a slice is
     divided by that number in the whole sample, times the whole length over the slice's.
@@ -57,6 +59,8 @@ def whole_target(target: Tensor) -> Tensor:
         target: a tensor of the targets that the loss function was given.
     """
     of: SliceOf | None = getattr(target, SLICE, None)
+    if of is None and (context := CONTEXT.get()) is not None:
+        return gathered(target, context, min(1, target.dim() - 1))
     return target if of is None else of.target
 
 
@@ -67,10 +71,21 @@ def next_target(target: Tensor, last: float) -> Tensor:
         target: a tensor of the targets that the loss function was given.
         last: target of the sequence's last position, a value that does not count: -100 for torch's losses.
     """
+    if not hasattr(target, SLICE) and (context := CONTEXT.get()) is not None:
+        dim = min(1, target.dim() - 1)
+        return share_sequence(_shifted(gathered(target, context, dim), dim, last), context.share, dim)
     of: SliceOf = getattr(target, SLICE, SliceOf(target, 0, min(1, target.dim() - 1)))
     length = target.shape[of.dim]
     rest = of.target.narrow(of.dim, of.start + 1, min(length, of.target.shape[of.dim] - of.start - 1))
     if rest.shape[of.dim] == length:
         return rest
-    shape = (*target.shape[: of.dim], 1, *target.shape[of.dim + 1 :])
-    return torch.cat([rest, rest.new_full(shape, last)], of.dim)
+    return _extended(rest, of.dim, last)
+
+
+def _shifted(target: Tensor, dim: int, last: float) -> Tensor:
+    return _extended(target.narrow(dim, 1, target.shape[dim] - 1), dim, last)
+
+
+def _extended(target: Tensor, dim: int, last: float) -> Tensor:
+    shape = (*target.shape[:dim], 1, *target.shape[dim + 1 :])
+    return torch.cat([target, target.new_full(shape, last)], dim)

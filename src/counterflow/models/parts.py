@@ -115,14 +115,16 @@ class Embedding(nn.Module):
             ConfigError: samples are longer than the model's table of positions.
         """
         length, most = tokens.shape[1], self.positions.num_embeddings
-        before: int = self.before.take(0)
-        self.before.leave(before + length)
-        if before + length > most:
+        context, before = self.before.context, 0
+        if context is None:
+            before = self.before.take(0)
+            self.before.leave(before + length)
+        total = before + length * (1 if context is None else context.share.count)
+        if total > most:
             raise ConfigError(
-                f"samples of {before + length} tokens for a model of {most} positions: at most {most} are "
-                "legal"
+                f"samples of {total} tokens for a model of {most} positions: at most {most} are legal"
             )
-        place = torch.arange(before, before + length, device=tokens.device)
+        place = self.before.positions(length, before, tokens.device)
         embedded: Tensor = self.tokens(tokens) + self.positions(place)
         return embedded
 

@@ -8,15 +8,19 @@ from contextlib import AbstractContextManager
 from torch import Tensor
 from torch.optim import Optimizer
 
+from counterflow.api.contexts import Share
+
 from .engine import Engine
 from .inspection import Timelines
 from .mesh.weight_table import WeightTable, weight_table
 from .stages.compiled import CompiledLayers
+from .transport.base import Transport
 
 
 class PipelineProperties:
     """Methods and properties of ``Pipeline`` that show a run and its results."""
 
+    transport: Transport
     _engine: Engine
 
     def traced(self) -> AbstractContextManager[Callable[[], Timelines]]:
@@ -67,6 +71,21 @@ class PipelineProperties:
     def peak_saved_bytes(self) -> int:
         """Most bytes that autograd kept for backward on this worker at once, in the steps counted."""
         return self._engine.runner.interpreter.saved.peak
+
+    @property
+    def data(self) -> Share:
+        """Share of the samples that this worker is given: ``inputs.chunk(data.count)[data.number]``.
+
+        As ``replica`` of ``replicas``, but for positions that share sequences, which have the same samples.
+        """
+        dims = self._engine.local.dims
+        return dims.share(self.transport.rank, dims.samples - dims.contexts)
+
+    @property
+    def context(self) -> Share:
+        """Share of each sequence that this worker is given, for ``cf.share_sequence``; (0, 1): all of it."""
+        dims = self._engine.local.dims
+        return dims.share(self.transport.rank, dims.contexts)
 
     def explain(self) -> WeightTable:
         """Table of the model's weights, equal on all workers; printing it gives its text.

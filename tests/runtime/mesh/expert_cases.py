@@ -30,13 +30,13 @@ class Moe(nn.Module):
 
     expert_parameters = ("up", "down")
 
-    def __init__(self, *, balance: bool) -> None:
+    def __init__(self, *, balance: bool, width: int = WIDTH) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH, dtype=D)
-        self.router = nn.Linear(WIDTH, EXPERTS, bias=False, dtype=D)
-        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN, dtype=D) / 2)
-        self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH, dtype=D) / 2)
-        self.shared = nn.Linear(WIDTH, WIDTH, dtype=D)
+        self.norm = nn.LayerNorm(width, dtype=D)
+        self.router = nn.Linear(width, EXPERTS, bias=False, dtype=D)
+        self.up = nn.Parameter(torch.randn(EXPERTS, width, HIDDEN, dtype=D) / 2)
+        self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, width, dtype=D) / 2)
+        self.shared = nn.Linear(width, width, dtype=D)
         self.balance = cf.TokenBalance(EXPERTS, rate=0.05) if balance else None
 
     def forward(self, x: Tensor) -> Tensor:

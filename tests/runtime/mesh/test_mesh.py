@@ -29,6 +29,25 @@ def test_experts_give_the_numbers_of_one_process() -> None:
     cf.launch(Cases("four", "expert_cases.py"), workers=4, timeout_seconds=60, threads=1)
 
 
+@pytest.mark.parametrize("processes", ["four", "eight"])
+def test_shared_sequences_give_the_numbers_of_one_process(processes: str) -> None:
+    """With eight processes experts are divided as well, beside shared sequences or tensor parallelism."""
+    workers = {"four": 4, "eight": 8}[processes]
+    cf.launch(Cases(processes, "context_cases.py"), workers=workers, timeout_seconds=60, threads=1)
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("mixing", r"layer 1 \(Mixing\) of stage 0 computes something else of a share of a sequence"),
+        ("recurrent", "a layer carries a state along the sequence"),
+    ],
+)
+def test_layers_that_look_across_a_shared_sequence_are_refused(case: str, words: str) -> None:
+    with pytest.raises(cf.ConfigError, match=words):
+        cf.launch(Cases(case, "context_cases.py"), workers=4, timeout_seconds=60, threads=1)
+
+
 class Cases:
     """A function of cases.py, or of another file here, which other processes find by the path."""
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from counterflow.api.carry import Carry
+from counterflow.errors import ConfigError
 
 from .attention_masks import widened
 from .first_layer import FirstLayer
@@ -102,6 +103,11 @@ class RepeatedLayer(Layer):
     def _carried(self, seen: Seen) -> AbstractContextManager[dict[str, Any]]:
         if self.kind != LINEAR:
             return attending(self.carry, self.block, self.window, seen)
+        if self.carry.context is not None:
+            raise ConfigError(
+                f"a {type(self.block).__name__} carries a state along the sequence, which cf.ContextParallel "
+                "shares; train it without"
+            )
         return recurring(self.carry, self.block) if self.carry.sliced else nullcontext({})
 
 

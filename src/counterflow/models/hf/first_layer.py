@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from counterflow.api.carry import Carry
+from counterflow.api.contexts import gathered, share_sequence
 from counterflow.errors import ConfigError
 
 from .attention_masks import forms_of, is_mask, masks_made, narrowed, texts_of
@@ -66,9 +67,10 @@ class FirstLayer(Layer):
             raise ConfigError(
                 "labels are among the inputs; give them to the pipeline's step as targets, for the last stage"
             )
-        plain = self.before.expects_slices
-        """Whether masks go nowhere, as all attention is causal and sees to it itself."""
-        seen = self._seen(arguments) if plain else Seen()
+        shares = self.before.context is not None
+        plain = self.before.expects_slices or shares
+        """True if masks go nowhere, as all attention is causal and sees to it itself."""
+        seen = (self._seen_of_share(arguments) if shares else self._seen(arguments)) if plain else Seen()
         # A mask that these samples do not need is made for others: stages pass on the same structure for all.
         needed = any(arguments.get(name) is not None for name in ("attention_mask", "position_ids"))
         del self.notes[:]
@@ -92,7 +94,11 @@ class FirstLayer(Layer):
             args, keywords = layer_arguments[LINEAR]
             layer_arguments[LINEAR] = args, _with_mask(keywords, arguments.get("attention_mask"), hidden)
         if plain:
-            self._refuse_masks(hidden, layer_arguments, seen, arguments.get("position_ids"))
+            # Documents of a share are separated by attention here: the model's masks have padding alone.
+            limits = Seen(None, arguments["attention_mask"].bool()) if shares else seen
+            self._refuse_masks(
+                hidden, layer_arguments, limits, None if shares else arguments.get("position_ids")
+            )
             layer_arguments = pytree.tree_map(
                 lambda leaf: None if is_mask(leaf, *hidden.shape[:2]) else leaf, layer_arguments
             )
@@ -105,6 +111,50 @@ class FirstLayer(Layer):
         ids = {"input_ids": arguments.get("input_ids")} if self.wants_ids else {}
         return {HIDDEN: hidden, "taken": layer_arguments, **ids, **({CAUSAL: seen} if plain else {})}
 
+    def _seen_of_share(self, arguments: dict[str, Any]) -> Seen:
+        """Limits of what positions of a share see of the sequence; gives the model the numbers of positions.
+
+        Args:
+            arguments: what the model takes, of this share.
+
+        Raises:
+            ConfigError: a mask or position ids are not by sample and position.
+        """
+        of = self._embedded(arguments)
+        mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
+        documents, context = None, self.before.context
+        assert context is not None
+        if positions is None:
+            numbers = self.before.positions(of.shape[1], device=of.device)
+            arguments["position_ids"] = numbers[None].expand(of.shape[0], -1)
+        elif mask is None:
+            whole = texts_of(gathered(positions.expand(of.shape[0], -1), context, 1))
+            documents = share_sequence(whole, context.share)
+        if mask is None:
+            arguments["attention_mask"] = torch.ones(of.shape[:2], dtype=torch.int64, device=of.device)
+        return Seen(documents, None if mask is None else mask.bool())
+
+    @staticmethod
+    def _embedded(arguments: dict[str, Any]) -> Tensor:
+        """The model's token ids, or vectors, after the form of masks and position ids was checked.
+
+        Raises:
+            ConfigError: they are not by sample and position.
+        """
+        ids = arguments.get("input_ids")
+        of = ids if ids is not None else arguments.get("inputs_embeds")
+        if not isinstance(of, Tensor):
+            raise unfollowed("takes neither input_ids nor inputs_embeds")
+        for name in ("attention_mask", "position_ids"):
+            value = arguments.get(name)
+            if value is not None and value.shape != of.shape[:2]:
+                raise ConfigError(
+                    f"{name} of shape {(*value.shape,)} is among the inputs, and in slices it is to be of "
+                    f"{of.shape[0]} samples with {of.shape[1]} positions; give padding and packed documents "
+                    "in that form, or train without slices"
+                )
+        return of
+
     def _seen(self, arguments: dict[str, Any]) -> Seen:
         """Limits of what positions see of each other; says where in its sequence a slice is.
 
@@ -116,21 +166,8 @@ class FirstLayer(Layer):
         Raises:
             ConfigError: a mask or position ids are not by sample and position.
         """
-        of = (
-            arguments.get("input_ids")
-            if arguments.get("input_ids") is not None
-            else arguments.get("inputs_embeds")
-        )
-        if not isinstance(of, Tensor):
-            raise unfollowed("takes neither input_ids nor inputs_embeds")
+        of = self._embedded(arguments)
         mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
-        for name, value in (("attention_mask", mask), ("position_ids", positions)):
-            if value is not None and value.shape != of.shape[:2]:
-                raise ConfigError(
-                    f"{name} of shape {(*value.shape,)} is among the inputs, and in slices it is to be of "
-                    f"{of.shape[0]} samples with {of.shape[1]} positions; give padding and packed documents "
-                    "in that form, or train without slices"
-                )
         start, last, document = self.before.take((0, None, 0))
         documents = None
         if positions is None and self.before.sliced:

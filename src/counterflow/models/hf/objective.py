@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from counterflow.api.contexts import CONTEXT
 from counterflow.api.loss_sum import SLICE, LossSum, next_target
 from counterflow.errors import ConfigError
 
@@ -37,7 +38,7 @@ def loss(output: Any, labels: Tensor) -> LossSum:
         raise ConfigError(f"a {kind} has no logits; give the Pipeline a loss function of your own")
     logits = logits if logits.dtype is torch.float64 else logits.float()
     if "CausalLMOutput" in kind:
-        if hasattr(labels, SLICE):
+        if hasattr(labels, SLICE) or CONTEXT.get() is not None:
             return _counted(logits, next_target(labels, IGNORED))
         return _counted(logits[:, :-1], labels[:, 1:])
     if kind in ("MaskedLMOutput", "TokenClassifierOutput"):

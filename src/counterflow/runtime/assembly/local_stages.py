@@ -18,7 +18,14 @@ from counterflow.errors import ConfigError
 from counterflow.execution import Batching, Execution
 from counterflow.schedule.ir import Schedule
 
-from ..mesh.parallel import Parallelize, StageModule, expert_dims, fsdp_modules, parallelize_stages
+from ..mesh.parallel import (
+    Parallelize,
+    StageModule,
+    context_dims,
+    expert_dims,
+    fsdp_modules,
+    parallelize_stages,
+)
 from ..mesh.parallel_dims import ParallelDims
 from ..mesh.rank_mesh import WORKER, RankMesh
 from ..mesh.weight_dims import agreed_dims
@@ -274,8 +281,9 @@ def _sharded(
             *(pair for pair in named_buffers(copy) if is_dtensor(pair[1])),
         )
     )
-    names, experts = further.mesh_dim_names or (), expert_dims(modules, mesh)
-    dims = agreed_dims(mesh, tensors, reduced, transport, names, experts=experts)
+    names = further.mesh_dim_names or ()
+    experts, contexts = expert_dims(modules, mesh), context_dims(modules, mesh)
+    dims = agreed_dims(mesh, tensors, reduced, transport, names, experts=experts, contexts=contexts)
     if dims.in_lockstep and not schedule.synchronous:
         raise ConfigError(
             f"{schedule.scheme} keeps several versions of its weights, and those that fully_shard gathers, "

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from counterflow.api.aux_loss import was_added
+from counterflow.api.contexts import Context
 from counterflow.common.tensors.dtensors import is_dtensor, settled
 from counterflow.common.tensors.torch_private import children_of, fsdp_groups, whole_parameter
 from counterflow.common.trees import mapped
@@ -56,6 +57,8 @@ class StageModule(nn.Module, StageWrapper):
         sums_each_backward: set it in ``parallelize`` to let ``fully_shard`` sum gradients in the backward of
             every micro-batch, and not once a step: more messages, and no gradient of the whole stage.
         expert_weights: weights of which positions have other experts each.
+        context: positions that share its sequences; None: it is given whole ones.
+        context_ranks: their ranks.
     """
 
     sums_each_backward = False
@@ -66,6 +69,8 @@ class StageModule(nn.Module, StageWrapper):
         super().__init__()
         self.number = number
         self.expert_weights: list[ExpertWeight] = []
+        self.context: Context | None = None
+        self.context_ranks: tuple[int, ...] = ()
         for layer in layers:
             self.add_module(str(layer.index), layer.module)
 
@@ -190,6 +195,20 @@ def expert_dims(stages: Sequence[StageModule], mesh: RankMesh) -> dict[int, froz
     """By identity, the weights of experts, and the dimensions over which their experts are divided."""
     weights = (weight for stage in stages for weight in stage.expert_weights)
     return {id(module.get_parameter(name)): mesh.varying(ranks) for module, name, ranks in weights}
+
+
+def context_dims(stages: Sequence[StageModule], mesh: RankMesh) -> frozenset[int]:
+    """Dimensions whose positions share the sequences of a worker's stages.
+
+    Raises:
+        ConfigError: some of the stages share them, and others do not.
+    """
+    dims = {mesh.varying(stage.context_ranks) if stage.context_ranks else frozenset() for stage in stages}
+    if len(dims) > 1:
+        raise ConfigError(
+            "some stages share sequences and others do not; call cf.ContextParallel in parallelize() for each"
+        )
+    return next(iter(dims), frozenset())
 
 
 def refuse_sharded(model: nn.Module | Sequence[nn.Module]) -> None:

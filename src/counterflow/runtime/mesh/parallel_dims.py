@@ -19,6 +19,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from counterflow.api.contexts import Share
+
 from .rank_mesh import REPLICA, WORKER, RankMesh
 
 
@@ -86,13 +88,16 @@ class ParallelDims:
 
     Attributes:
         mesh: coordinates of all ranks.
-        samples: dimensions whose positions have samples of their own; the replicas among them.
+        samples: dimensions whose positions have samples of their own, or other tokens of them; the replicas
+            among them.
+        contexts: of these, the dimensions whose positions share the sequences of their samples.
         weights: by first name, the weights of all stages that are not plain and the same at all positions.
     """
 
     mesh: RankMesh
     samples: frozenset[int] = frozenset({REPLICA})
     weights: Mapping[str, WeightDims] = field(default_factory=dict)
+    contexts: frozenset[int] = frozenset()
 
     @property
     def further(self) -> range:
@@ -129,6 +134,19 @@ class ParallelDims:
     def same_samples(self) -> tuple[tuple[int, ...], ...]:
         """Ranks with equal samples, by replica."""
         return tuple(self.mesh.groups(self.samples))
+
+    def share(self, rank: int, dims: Collection[int]) -> Share:
+        """Number of a rank among the positions along some dimensions, and their number.
+
+        >>> dims = ParallelDims(RankMesh((2, 1, 2), (0, 1, 2, 3)), frozenset({0, 2}), contexts=frozenset({2}))
+        >>> dims.share(3, dims.samples - dims.contexts), dims.share(2, dims.contexts)
+        (Share(number=1, count=2), Share(number=0, count=2))
+        """
+        number, count = 0, 1
+        for dim in sorted(dims):
+            size = self.mesh.shape[dim]
+            number, count = number * size + self.mesh.coordinates(rank)[dim], count * size
+        return Share(number, count)
 
     def reports_loss(self, rank: int) -> bool:
         """True for the first of the ranks that hold the same stage and have equal samples."""

@@ -34,6 +34,7 @@ def agreed_dims(
     names: Sequence[str],
     *,
     experts: Mapping[int, frozenset[int]] = MappingProxyType({}),
+    contexts: frozenset[int] = frozenset(),
 ) -> ParallelDims:
     """The record of all workers' weights; all workers call it.
 
@@ -45,6 +46,7 @@ def agreed_dims(
         transport: transport to the other workers.
         names: names of the mesh's further dimensions.
         experts: by identity, weights of experts, and the dimensions over which their experts are divided.
+        contexts: dimensions whose positions share sequences.
 
     Raises:
         ConfigError: copies of a weight are sharded differently; a weight is sharded over replicas or workers,
@@ -63,9 +65,12 @@ def agreed_dims(
             placements=placements,
         )
         local_weights[name] = weight, tuple(local(tensor).shape)
-    rows = cast("list[_Row]", transport.gather_objects(local_weights))
+    gathered = cast("list[tuple[_Row, frozenset[int]]]", transport.gather_objects((local_weights, contexts)))
+    if len({dims for _, dims in gathered}) > 1:
+        raise ConfigError("workers share sequences along other dimensions; give all the same parallelize")
+    rows = [row for row, _ in gathered]
     samples = frozenset({REPLICA}).union(
-        *(weight.reduced | weight.experts for row in rows for weight, _ in row.values())
+        contexts, *(weight.reduced | weight.experts for row in rows for weight, _ in row.values())
     )
     weights: dict[str, WeightDims] = {}
     shapes: dict[tuple[object, ...], tuple[int, ...]] = {}
@@ -80,7 +85,7 @@ def agreed_dims(
                     f"as {shape}); let parallelize() do the same to all copies of a weight, tied ones too"
                 )
     return ParallelDims(
-        mesh, samples, {name: weight for name, weight in weights.items() if weight != REPLICATED}
+        mesh, samples, {name: weight for name, weight in weights.items() if weight != REPLICATED}, contexts
     )
 
 

@@ -21,6 +21,7 @@ from ..mini_batch.mean_losses import UNWATCHED, MeanLossDetector
 from .aux_loss import AuxLossCollector, split_aux_losses
 from .buffers import Buffers
 from .compiled import Backend, Compiled, CompiledLayers, Drawing
+from .context_guard import ContextGuard
 from .deferred import SUMS, Deferred
 from .detach_points import DetachPoints
 from .evaluation_mode import evaluating
@@ -102,6 +103,8 @@ class LocalStage:
         self.trains = any(p.requires_grad for p in self.parameters())
         self.module: StageModule | None = None
         """Module with the hooks of weights that are sharded over further dimensions of the mesh."""
+        self.context_guard: ContextGuard | None = None
+        """Wrapper of layers that are given shares of sequences."""
         self.entry = InputGuard()
         self.buffers = Buffers(layer.module for layer in self.with_weights)
         direct, first = streams.device.type == "cpu", self.layers[0].index
@@ -142,7 +145,7 @@ class LocalStage:
         hooks = self.split_planner.hooks if self._splits and not compiles else None
         split_planner = self.split_planner if self._splits else None
         mappings = None if self.checked else MAPPINGS
-        inner = [self.module, precision, self.means]
+        inner = [self.module, self.context_guard, precision, self.means]
         streams = self._drawing if compiles else self.streams
         self.wrappers = _present(mappings, *inner, streams, self._skip_runner)
         """Wrappers of the layers in all runs of a step."""
@@ -155,8 +158,8 @@ class LocalStage:
             _present(entry, hooks, split_planner), _present(self.replays)
         )
         self.forward = composed(self.layers, self._training_wrappers, self._compiled)
-        self._evaluation_loss = layer_run(_LOSS, _of_three, _present(self.means))
-        self.loss = layer_run(_LOSS, _of_three, _present(self.means, hooks, self.streams))
+        self._evaluation_loss = layer_run(_LOSS, _of_three, _present(self.context_guard, self.means))
+        self.loss = layer_run(_LOSS, _of_three, _present(self.context_guard, self.means, hooks, self.streams))
 
     @contextmanager
     def isolated(
@@ -310,6 +313,8 @@ class LocalStage:
     def attach_module(self, module: StageModule) -> None:
         """Run the layers in a module whose hooks gather sharded weights."""
         self.module = module
+        if module.context is not None:
+            self.context_guard = ContextGuard(module.context, self)
         self.joins = False  # its collectives must not depend on the samples
         if module.one_sum is not None:
             self.split_planner.run_whole(module.one_sum.gathered)

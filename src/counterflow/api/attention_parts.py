@@ -1,0 +1,111 @@
+"""Attention to parts of a sequence's keys, whose outputs are merged by their log-sum-exps.
+
+Source: Dao, FlashAttention-2 (arXiv 2307.08691), section 3.1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .torch_internals import FLASH, FLASH_BACKWARD
+
+SavedKeys = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""Keys, values, documents and what is seen of a slice's positions."""
+
+
+def visible(  # noqa: PLR0917
+    queries: Tensor, start: int, first: int, part: SavedKeys, documents: Tensor | None, window: int | None
+) -> Tensor:
+    """Mask of the keys of a part, from position ``first`` on, that each query from ``start`` on sees.
+
+    It is [positions, keys], or [samples, 1, positions, keys].
+    """
+    key, _, its_documents, seen = part
+    at = torch.arange(start, start + queries.shape[2], device=queries.device)[:, None]
+    ahead = at - torch.arange(first, first + key.shape[2], device=queries.device)
+    mask = ahead >= 0 if window is None else (ahead >= 0) & (ahead < window)
+    if documents is not None and its_documents is not None:
+        mask = mask & (documents[:, None, :, None] == its_documents[:, None, None])
+    return mask if seen is None else mask & seen[:, None, None].bool()
+
+
+class KeyPart(NamedTuple):
+    """Part of the keys that a slice's queries attend to.
+
+    Attributes:
+        key: of the part.
+        value: of the part.
+        causal: True for the slice's own keys.
+        mask: further limit to the keys that each query sees; None: none.
+    """
+
+    key: Tensor
+    value: Tensor
+    causal: bool
+    mask: Tensor | None
+
+    def forward(self, queries: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Output of the queries for these keys, and its log-sum-exp, [..., positions]."""
+        if self._by_kernel(queries):
+            result: tuple[Tensor, Tensor] = FLASH(
+                queries, self.key, self.value, 0.0, self.causal, attn_mask=None, scale=scale
+            )
+            return result
+        scores = self._scores(queries, scale)
+        total = scores.logsumexp(-1)
+        weights = (scores - _finite(total)[..., None]).exp()
+        return weights.to(self.value.dtype) @ self.value, total
+
+    def backward(
+        self, gradient: Tensor, queries: Tensor, output: Tensor, total: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of queries, key and value, with the output and log-sum-exp over all parts."""
+        if self._by_kernel(queries):
+            gradients: tuple[Tensor, Tensor, Tensor] = FLASH_BACKWARD(
+                gradient, queries, self.key, self.value, output, total, 0.0, self.causal,
+                attn_mask=None, scale=scale,
+            )  # fmt: skip
+            return gradients
+        weights = (self._scores(queries, scale) - _finite(total)[..., None]).exp()
+        wide = gradient.to(weights.dtype)
+        along = (wide * output.to(weights.dtype)).sum(-1, keepdim=True)
+        scores = weights * (wide @ self.value.to(weights.dtype).mT - along) * scale
+        scores = scores.to(queries.dtype)
+        return scores @ self.key, scores.mT @ queries, weights.to(gradient.dtype).mT @ gradient
+
+    def _by_kernel(self, queries: Tensor) -> bool:
+        if self.mask is not None or queries.device.type != "cpu":
+            return False
+        return all(tensor.stride(-1) == 1 for tensor in (queries, self.key, self.value))
+
+    def _scores(self, queries: Tensor, scale: float) -> Tensor:
+        wide = torch.promote_types(queries.dtype, torch.float32)
+        scores = (queries @ self.key.mT).to(wide) * scale
+        mask = self.mask
+        if mask is None and self.causal:
+            mask = visible(queries, 0, 0, (self.key, self.value, None, None), None, None)
+        return scores if mask is None else scores.masked_fill(~mask, -math.inf)
+
+
+def head_of_group(tensor: Tensor, group: int, groups: int) -> Tensor:
+    """One head of each group that shares a key head: [samples, key heads, ...]."""
+    return tensor if groups == 1 else tensor.unflatten(1, (-1, groups))[:, :, group]
+
+
+def merged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Output of queries for all keys, and its log-sum-exp, of those for parts of the keys."""
+    if len(parts) == 1:
+        return parts[0]
+    total = torch.stack([sums for _, sums in parts]).logsumexp(0)
+    output = sum(out * (sums - _finite(total)).exp()[..., None] for out, sums in parts)
+    return output, total  # type: ignore[return-value]
+
+
+def _finite(total: Tensor) -> Tensor:
+    """A log-sum-exp with 0 in place of that of nothing, whose terms are to be 0."""
+    return total.masked_fill(total == -math.inf, 0.0)

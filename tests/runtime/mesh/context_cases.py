@@ -1,0 +1,282 @@
+"""Sequences shared over a dimension of the mesh, compared with one process: run by four processes."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
+
+import counterflow as cf
+from counterflow.api.attention import attend_share
+from counterflow.api.contexts import Context, Share, gathered
+from counterflow.models.gpt import GPTBlock, GPTConfig
+from counterflow.runtime.mesh.parallel import StageModule
+from counterflow.schedule.ir import Schedule
+
+CASES = runpy.run_path(str(Path(__file__).with_name("cases.py")))
+mesh_of, page = (CASES[name] for name in ("mesh_of", "page"))
+EXPERTS = runpy.run_path(str(Path(__file__).with_name("expert_cases.py")))
+D = torch.float64
+SEQUENCE, VOCABULARY = 16, 23
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
+
+
+def layers() -> list[nn.Module]:
+    torch.manual_seed(3)
+    config = GPTConfig(layers=2, hidden=8, heads=2, vocabulary=VOCABULARY, positions=SEQUENCE, dropout=0.0)
+    return [layer.to(D) for layer in config.build()]
+
+
+def counted(logits: Tensor, labels: Tensor) -> cf.LossSum:
+    """Sum over the tokens that count, of which shares have other numbers; labels are shifted already."""
+    total = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return cf.LossSum(total, (labels != -100).sum())
+
+
+def shifting(logits: Tensor, tokens: Tensor) -> cf.LossSum:
+    return counted(logits, cf.next_target(tokens, -100))
+
+
+def by_sample(logits: Tensor, labels: Tensor) -> Tensor:
+    return cf.models.loss.next_token_loss(logits, labels)
+
+
+def batch(count: int) -> tuple[Tensor, Tensor]:
+    """Tokens, and labels of which padding does not count, unevenly over the shares."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, VOCABULARY, (count, SEQUENCE), generator=generator)
+    labels = tokens.roll(-1, 1)
+    labels[:, -1] = -100
+    labels[0, 5:] = -100
+    labels[1, :3] = -100
+    return tokens, labels
+
+
+def one_process(
+    steps: int, count: int, loss: Any, targets: Tensor, make: Any = layers
+) -> tuple[list[Any], dict[str, Tensor]]:
+    model, (tokens, _) = nn.Sequential(*make()), batch(count)
+    optimizer, result = adamw(model.parameters()), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        output = loss(model(tokens), targets)
+        value = output.sum / output.weight if isinstance(output, cf.LossSum) else output
+        value.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        for module in model.modules():
+            if isinstance(module, cf.TokenBalance):
+                module.update()
+        result.append((value.item(), norm.item()))
+    return result, model.state_dict()
+
+
+def check(
+    schedule: Schedule,
+    parallelize: Any,
+    *,
+    dims: dict[str, int] | None = None,
+    replicas: int = 1,
+    count: int = 8,
+    steps: int = 2,
+    loss: Any = counted,
+    make: Any = layers,
+    **options: Any,
+) -> None:
+    """A pipeline over (replica, worker, cp) has the losses, norms and weights of one process."""
+    dims = {"cp": 2} if dims is None else dims
+    mesh = mesh_of((replicas, schedule.workers, *dims.values()), ("replica", "worker", *dims))
+    tokens, labels = batch(count)
+    targets = tokens if loss is shifting else labels
+    expected, state = one_process(steps, count, loss, targets, make)
+    pipeline = cf.Pipeline(
+        make(), loss, schedule, optimizer=adamw, mesh=mesh, parallelize=parallelize,
+        clip_norm=0.1, digest_every=1, **options,
+    )  # fmt: skip
+    data, context = pipeline.data, pipeline.context
+    assert context.count == dims.get("cp", 1)
+    mine = [cf.share_sequence(t.chunk(data.count)[data.number], context) for t in (tokens, targets)]
+    for number in range(steps):
+        evaluated = pipeline.evaluate(*mine).loss
+        step = pipeline.step(*mine)
+        torch.testing.assert_close((step.loss, step.grad_norm), expected[number], rtol=1e-12, atol=1e-12)
+        assert abs(evaluated - step.loss) < 1e-12
+    torch.testing.assert_close(pipeline.model_state_dict(), state, rtol=1e-11, atol=1e-11)
+    pipeline.close()
+
+
+def attention(positions: int) -> None:
+    """Gathered and ring attention beside attention of whole sequences: values and gradients."""
+    group = mesh_of((1, 4 // positions, positions), ("replica", "worker", "cp"))["cp"].get_group()
+    share = Share(torch.distributed.get_rank(group), positions)
+    generator = torch.Generator().manual_seed(2)
+    length = 16
+
+    def drawn(heads: int) -> Tensor:
+        return torch.randn(2, heads, length, 4, dtype=D, generator=generator, requires_grad=True)
+
+    documents = torch.tensor([[0] * 3 + [1] * 6 + [2] * 7, [0] * 12 + [1] * 4])
+    seen = torch.ones(2, length, dtype=torch.bool)
+    seen[0, 13:] = False
+    queries, keys, values = drawn(4), drawn(2), drawn(2)
+    upstream = torch.randn(2, 4, length, 4, dtype=D, generator=generator)
+    for window in (None, 5):
+        forms: list[dict[str, Any]] = [{}, {"documents": documents}, {"documents": documents, "seen": seen}]
+        for masks in forms:
+            whole = cf.attend(cf.Carry(), queries, keys, values, window=window, **masks)
+            expected = torch.autograd.grad(whole, (queries, keys, values), upstream)
+            for ring in (False, True):
+                context = Context(share, group, ring=ring)
+                leaves = (cf.share_sequence(t.detach(), share, 2) for t in (queries, keys, values))
+                parts = [leaf.requires_grad_() for leaf in leaves]
+                own = {name: cf.share_sequence(mask, share) for name, mask in masks.items()}
+                run: Any = attend_share
+                output = run(context, *parts, window=window, **own)
+                torch.testing.assert_close(output, cf.share_sequence(whole, share, 2), rtol=1e-12, atol=1e-12)
+                gradients = torch.autograd.grad(output, parts, cf.share_sequence(upstream, share, 2))
+                for gradient, wanted in zip(gradients, expected, strict=True):
+                    part = cf.share_sequence(wanted, share, 2)
+                    torch.testing.assert_close(gradient, part, rtol=1e-12, atol=1e-12)
+    shared = cf.share_sequence(values, share, 2)
+    assert torch.equal(gathered(shared, Context(share, group), 2), values)
+
+
+class Mixing(nn.Module):
+    """A convolution over the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(8, 8, 3, padding=1, dtype=D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed: Tensor = self.convolution(x.mT).mT
+        return x + mixed
+
+
+class Recurrent(nn.Module):
+    """A layer that carries a state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 8, batch_first=True, dtype=D)
+        self.carry = cf.Carry()
+
+    def forward(self, x: Tensor) -> Tensor:
+        output, state = self.lstm(x, self.carry.take())
+        self.carry.leave(state)
+        mixed: Tensor = x + output
+        return mixed
+
+
+def refuse() -> None:
+    """Lengths and meshes that do not fit."""
+    tokens, _ = batch(4)
+    with pytest.raises(cf.ConfigError, match=r"a sequence of 6 positions cannot be shared by 2 .* of 4"):
+        cf.share_sequence(tokens[:, :6], Share(0, 2))
+    mesh, parallel = mesh_of((1, 2, 2), ("replica", "worker", "cp")), cf.ContextParallel("context")
+    with pytest.raises(cf.ConfigError, match="no dimension 'context'"):
+        cf.Pipeline(
+            layers(), counted, cf.schemes.dapple(2, 2), optimizer=adamw, mesh=mesh, parallelize=parallel
+        )
+
+
+def step_with(layer: nn.Module) -> None:
+    """A step with a layer that looks across the sequence."""
+    made = layers()
+    made.insert(1, layer)
+    mesh, parallel = mesh_of((1, 2, 2), ("replica", "worker", "cp")), cf.ContextParallel("cp")
+    pipeline = cf.Pipeline(
+        made, counted, cf.schemes.dapple(2, 2), optimizer=adamw, mesh=mesh, parallelize=parallel
+    )
+    pipeline.step(*(cf.share_sequence(t, pipeline.context) for t in batch(4)))
+
+
+def mixing() -> None:
+    step_with(Mixing())
+
+
+def recurrent() -> None:
+    step_with(Recurrent())
+
+
+def expert_layers() -> list[nn.Module]:
+    """Layers with attention, and layers of experts between them."""
+    moe, made = EXPERTS["Moe"], layers()
+    for place in (2, 1):
+        torch.manual_seed(place)
+        made.insert(place, moe(balance=True, width=8))
+    return made
+
+
+def eight() -> None:
+    """Two stages, experts over two positions, and sequences over two more, or tensor parallelism."""
+
+    def both(stage: StageModule, mesh: DeviceMesh) -> None:
+        cf.ContextParallel("cp")(stage, mesh)
+        cf.ExpertParallel("ep", fully_shard=("cp", "ep"))(stage, mesh)
+
+    def tensors(stage: StageModule, mesh: DeviceMesh) -> None:
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        for layer in stage:
+            if isinstance(layer, GPTBlock):
+                plan: dict[str, Any] = {
+                    "feed_forward.expand": ColwiseParallel(), "feed_forward.contract": RowwiseParallel(),
+                }  # fmt: skip
+                parallelize_module(layer, mesh["tp"], plan)
+        cf.ExpertParallel("ep", fully_shard="ep")(stage, mesh)
+
+    for schedule in (cf.schemes.dapple(2, 2), cf.schemes.zb_h1(2, 2)):
+        check(schedule, both, dims={"cp": 2, "ep": 2}, make=expert_layers)
+    check(cf.schemes.dapple(2, 2), tensors, dims={"ep": 2, "tp": 2}, make=expert_layers)
+
+
+def local_shift(logits: Tensor, tokens: Tensor) -> cf.LossSum:
+    """A wrong way: the first labels of the next share are left out, and the tail follows the head."""
+    return counted(logits[:, :-1], tokens[:, 1:])
+
+
+def wrong_ways() -> None:
+    """Shifting after sharing gives other numbers, which the comparison finds."""
+    tokens, _ = batch(8)
+    expected, _ = one_process(1, 8, local_shift, tokens)
+    mesh = mesh_of((1, 2, 2), ("replica", "worker", "cp"))
+    for loss, is_right in ((local_shift, False), (shifting, True)):
+        with cf.Pipeline(
+            layers(), loss, cf.schemes.dapple(2, 2), optimizer=adamw, mesh=mesh,
+            parallelize=cf.ContextParallel("cp"), clip_norm=0.1,
+        ) as pipeline:  # fmt: skip
+            shared = cf.share_sequence(tokens, pipeline.context)
+            assert (abs(pipeline.step(shared, shared).loss - expected[0][0]) < 1e-12) == is_right
+
+
+def four() -> None:
+    schemes, parallel = cf.schemes, cf.ContextParallel("cp")
+    ring = cf.ContextParallel("cp", ring=True)
+    sharded = cf.ContextParallel("cp", fully_shard="cp")
+    attention(2)
+    attention(4)
+    check(schemes.dapple(2, 2), parallel)
+    check(schemes.dapple(2, 2), ring, loss=by_sample, recompute="layer")
+    check(schemes.zb_h1(2, 4), sharded, loss=shifting)
+    check(schemes.chimera(2, 2), sharded, recompute="stage")
+    check(schemes.interleaved(2, 4, 2), ring)
+    check(schemes.gpipe(1, 2), ring, dims={"cp": 4}, loss=by_sample)
+    check(
+        schemes.gpipe(1, 2), cf.ContextParallel("cp", fully_shard=("shard", "cp")), dims={"shard": 2, "cp": 2}
+    )
+    check(schemes.dapple(1, 2), parallel, replicas=2)
+    wrong_ways()
+    refuse()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", str(torch.distributed.get_rank()))
+        assert len(page("long-contexts.md", 10)) == 3
