@@ -64,10 +64,12 @@ class _Ring(NamedTuple):
         """Visible chunks of keys at a position: (number of the chunk of queries, of that of keys, part)."""
         count, length = self.context.share.count, queries.shape[2] // 2
         chunks = chunks_of(Share(number, count))
-        for place, own in enumerate(chunks_of(self.context.share)):
+        for place, chunk_of_queries in enumerate(chunks_of(self.context.share)):
             for key_place, chunk in enumerate(chunks):
-                start, first = own * length, chunk * length
-                if chunk > own or (self.window is not None and first + length - 1 <= start - self.window):
+                start, first = chunk_of_queries * length, chunk * length
+                if chunk > chunk_of_queries or (
+                    self.window is not None and first + length - 1 <= start - self.window
+                ):
                     continue
                 at = slice(key_place * length, (key_place + 1) * length)
                 of_keys, of_queries = slice(first, first + length), slice(start, start + length)
@@ -81,7 +83,7 @@ class _Ring(NamedTuple):
                     part_queries = queries[:, :, place * length : (place + 1) * length]
                     saved = key, value, documents, seen
                     mask = visible(part_queries, start, first, saved, own_documents, self.window)
-                yield place, key_place, KeyPart(key, value, chunk == own, mask)
+                yield place, key_place, KeyPart(key, value, chunk == chunk_of_queries, mask)
 
     def exchange(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Send tensors to the next position, and receive those of the one before."""
@@ -113,12 +115,14 @@ class _RingAttention(torch.autograd.Function):
             for place, _, part in ring.parts((number - step) % count, queries, *around):
                 at = slice(place * length, (place + 1) * length)
                 for group in range(groups):
-                    own = head_of_group(queries[:, :, at], group, groups)
+                    queries_of_group = head_of_group(queries[:, :, at], group, groups)
                     out, sums = (
                         head_of_group(output[:, :, at], group, groups),
                         head_of_group(total[:, :, at], group, groups),
                     )
-                    joined, joined_sums = merged([(out.to(wide), sums), part.forward(own, ring.scale)])
+                    joined, joined_sums = merged(
+                        [(out.to(wide), sums), part.forward(queries_of_group, ring.scale)]
+                    )
                     out.copy_(joined)
                     sums.copy_(joined_sums)
             if step < count - 1:
@@ -142,10 +146,12 @@ class _RingAttention(torch.autograd.Function):
                 at = slice(place * length, (place + 1) * length)
                 key_at = slice(key_place * length, (key_place + 1) * length)
                 for group in range(groups):
-                    own, of_output, out, sums = (
+                    queries_of_group, of_output, out, sums = (
                         head_of_group(t[:, :, at], group, groups) for t in (queries, gradient, output, total)
                     )
-                    query_gradient, key, value = part.backward(of_output, own, out, sums, ring.scale)
+                    query_gradient, key, value = part.backward(
+                        of_output, queries_of_group, out, sums, ring.scale
+                    )
                     head_of_group(of_queries[:, :, at], group, groups).add_(query_gradient)
                     of_keys[:, :, key_at] += key
                     of_values[:, :, key_at] += value

@@ -128,8 +128,8 @@ class FirstLayer(Layer):
             numbers = self.before.positions(of.shape[1], device=of.device)
             arguments["position_ids"] = numbers[None].expand(of.shape[0], -1)
         elif mask is None:
-            whole = texts_of(gathered(positions.expand(of.shape[0], -1), context, 1))
-            documents = share_sequence(whole, context.share)
+            sequence_documents = texts_of(gathered(positions.expand(of.shape[0], -1), context, 1))
+            documents = share_sequence(sequence_documents, context.share)
         if mask is None:
             arguments["attention_mask"] = torch.ones(of.shape[:2], dtype=torch.int64, device=of.device)
         return Seen(documents, None if mask is None else mask.bool())

@@ -79,6 +79,6 @@ class ContextParallel:
         if self.fully_shard:
             from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - see dtensors.py
 
-            whole = flattened(mesh, self.fully_shard)
+            shard_mesh = flattened(mesh, self.fully_shard)
             for module in (*stage, stage):
-                fully_shard(module, mesh=whole, **self.options)
+                fully_shard(module, mesh=shard_mesh, **self.options)

@@ -95,9 +95,9 @@ class ExpertParallel:
             options = {**options, "shard_placement_fn": place}
         elif experts and not rest:
             options = {**options, "ignored_params": experts}
-        whole = flattened(mesh, self.fully_shard)
+        shard_mesh = flattened(mesh, self.fully_shard)
         for module in (*stage, stage):
-            fully_shard(module, mesh=whole, **options)
+            fully_shard(module, mesh=shard_mesh, **options)
 
 
 def _placement(
@@ -178,8 +178,8 @@ def _routed_forward(  # noqa: PLR0917
     weights: Tensor,
 ) -> Tensor:
     """Run a module's forward on the tokens of the local experts, each with one choice of weight 1."""
-    own = parameters_of(module)
-    divided = {name: own[name] for name in names}
+    table = parameters_of(module)
+    divided = {name: table[name] for name in names}
     group = expert_group(cast("Tensor", divided[names[0]]))
     width = hidden_states.shape[-1]
     k = choices.shape[-1]
@@ -187,12 +187,12 @@ def _routed_forward(  # noqa: PLR0917
     rows = sent.rows
     experts = torch.arange(len(sent.counts), device=rows.device)
     local = experts.repeat_interleave(sent.counts, output_size=rows.shape[0])[:, None]
-    own.update({name: local_experts(cast("Tensor", parameter)) for name, parameter in divided.items()})
+    table.update({name: local_experts(cast("Tensor", parameter)) for name, parameter in divided.items()})
     cast("Any", module).num_experts = count // dist.get_world_size(group)
     try:
         outputs = forward(rows, local, weights.new_ones(rows.shape[0], 1))
-        outputs = joined(outputs, *(cast("Tensor", own[name]) for name in names))
+        outputs = joined(outputs, *(cast("Tensor", table[name]) for name in names))
     finally:
-        own.update(divided)
+        table.update(divided)
         cast("Any", module).num_experts = count
     return combine(sent, outputs, weights.reshape(-1, k)).view(*hidden_states.shape[:-1], -1)

@@ -69,7 +69,7 @@ class ContextGuard(StageWrapper):
         length = _length(value)
         run = next(run for other, run, _ in stage.layer_runs() if other is layer)
         with stage.probing(), torch.no_grad(), collecting():
-            whole = run(value, step, rows)
+            output = run(value, step, rows)
             try:
                 halves = [run(half, step, rows) for half in _halves(value, length)]
             except Exception as error:  # it may need more positions than a half has
@@ -77,9 +77,9 @@ class ContextGuard(StageWrapper):
                 return
         device = stage.streams.device.type
         lower = not stage.precision.plain or torch.is_autocast_enabled(device)
-        for part, expected in zip(halves, _halves(whole, length), strict=True):
-            for own, wanted in zip(tensors_in(part), tensors_in(expected), strict=True):
-                if own.shape != wanted.shape or _differ(own, wanted, lower=lower):
+        for part, expected in zip(halves, _halves(output, length), strict=True):
+            for actual, wanted in zip(tensors_in(part), tensors_in(expected), strict=True):
+                if actual.shape != wanted.shape or _differ(actual, wanted, lower=lower):
                     raise ConfigError(
                         f"{place_of(layer)} of stage {stage.stage} computes something else of a share of a "
                         "sequence than of its halves, so it looks across the sequence; let its attention be "
