@@ -375,7 +375,7 @@ def stage_bytes(
         StageBytes(
             *state,
             tensors={saved: by_stage[stage] for saved, by_stage in tensors.items()},
-            space={kind: layer[stage] if kind.again and kind.makes else 0.0 for kind in OpKind},
+            space={kind: layer[stage] for kind in OpKind if kind.again and kind.makes},
         )
         for stage, state in enumerate(zip(weights, fixed, strict=True))
     ]

@@ -70,7 +70,7 @@ class LayerCost:
     """Seconds of a layer, or of all layers of a stage, by kind of op.
 
     Attributes:
-        lines: by kind of op, how often each line counts.
+        lines: by kind of op, how often each line counts; no entry: it takes no time but its overhead.
         fixed: share of a micro-batch's seconds that a slice takes however short it is.
         attention: by kind of op, share of its seconds that is attention to earlier positions, so that a later
             slice takes longer; no entry: none.
@@ -106,7 +106,9 @@ class LayerCost:
         counts = Counter(map(id, layers))
         distinct = [(counts[key], layer) for key, layer in {id(layer): layer for layer in layers}.items()]
         lines = {
-            kind: tuple((n * times, line) for n, layer in distinct for times, line in layer.lines[kind])
+            kind: tuple(
+                (n * times, line) for n, layer in distinct for times, line in layer.lines.get(kind, ())
+            )
             for kind in OpKind
         }
         stage = cls(lines, overhead=overhead)
@@ -146,7 +148,7 @@ class LayerCost:
         key = kind, samples
         known = self.cache.get(key)
         if known is None:
-            known = sum(count * line.at(samples) for count, line in self.lines[kind])
+            known = sum(count * line.at(samples) for count, line in self.lines.get(kind, ()))
             self.cache[key] = known
         return known * share
 

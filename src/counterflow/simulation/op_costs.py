@@ -142,8 +142,8 @@ def per_stage(name: str, value: PerStage, stages: int) -> list[float]:
     return [float(v) for v in value]
 
 
-_RESTORED_BY = {kind.restores: kind for kind in OpKind if kind.restores is not None}
-"""Kind of op by the tensors that it restores."""
+_RECOMPUTED_BY = {kind.restores: kind for kind in OpKind if kind.restores and kind.again}
+"""Kind of op by the tensors that it computes again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class StageBytes:
         tensors: bytes of one micro-batch that are saved from one op to a later one; their lives are facts of
             the kinds of ops. No entry: none.
         space: for each kind of op, further bytes while it runs; of a backward without those of a
-            recomputation.
+            recomputation. No entry: none.
     """
 
     weights: float
@@ -202,14 +202,14 @@ class StageBytes:
             kind: kind of the op.
             recomputed: True if a recomputation precedes each backward; otherwise the backward recomputes.
         """
-        tensors, space = self.tensors, self.space[kind]
+        tensors, space = self.tensors, self.space.get(kind, 0.0)
         saved = sum(tensors.get(stored, 0.0) for stored in (kind.saves, kind.restores) if stored)
         freed = sum(tensors.get(stored, 0.0) for stored in kind.frees)
         if kind.again is not None and kind.makes and not recomputed:
             for stored in kind.frees:
-                if restorer := _RESTORED_BY.get(stored):  # they begin and end with this op
+                if restorer := _RECOMPUTED_BY.get(stored):  # they begin and end with this op
                     restored = tensors.get(stored, 0.0)
-                    space = restored + max(space, self.space[restorer])
+                    space = restored + max(space, self.space.get(restorer, 0.0))
                     freed -= restored
         if kind.frees:  # what it saves is a part of what it frees
             return space, saved - freed - space

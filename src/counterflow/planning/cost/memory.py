@@ -28,7 +28,7 @@ import numpy as np
 
 from counterflow.program.actions import Action, Matching, Receive
 from counterflow.program.lowering import messages, unit_times
-from counterflow.schedule.ir import Op, OpKind, Product, Schedule
+from counterflow.schedule.ir import Op, Product, Schedule
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.op import Saved
 from counterflow.schedule.placement import Placement
@@ -132,8 +132,8 @@ class _Walk:
         self.saved_outputs = stages.saved_outputs(recompute)
         """Bytes of outputs that forwards leave."""
         self.stash = 0.0
-        self.recomputed: dict[tuple[object, ...], float] = {}
-        """Bytes that recomputations saved for backwards that have not run."""
+        self.stored: dict[tuple[object, ...], float] = {}
+        """Bytes that recomputations, which make no product, saved for backwards that have not run."""
         self.inputs = 0.0
         """Inputs of stages, in receive buffers, while their micro-batches are in flight."""
         self.local = 0.0
@@ -178,8 +178,8 @@ class _Walk:
         self.local_expiring = 0.0
         if op.kind.whole:
             self._forward(op)
-        elif op.kind is OpKind.RECOMPUTATION:
-            self._recomputation(op)
+        elif not op.kind.makes:
+            self._store(op)
         else:
             self._backward(op)
 
@@ -196,12 +196,13 @@ class _Walk:
         if stage < self.last:
             self._add_product(op, self._unsaved_output(stage) * self.work(op), stage + 1)
 
-    def _recomputation(self, op: Op) -> None:
+    def _store(self, op: Op) -> None:
+        """An op that only saves or frees tensors, such as a recomputation."""
         at_start, at_end = (amount * self.work(op) for amount in self._changes(op))
         stays = at_start + at_end
         self._note(at_start, stays)
         self.stash += stays
-        self.recomputed[op[1:]] = stays
+        self.stored[op[1:]] = self.stored.get(op[1:], 0.0) + stays
 
     def _changes(self, op: Op) -> tuple[float, float]:
         return self.table[op.stage].changes(op.kind, recomputed=self.workload.recomputes)
@@ -227,7 +228,7 @@ class _Walk:
         graph = (self.table[stage].tensors[Saved.ACTIVATIONS] - inputs) * self.work(op)
         rest = max(0.0, self.between[stage] * self.work(op) - gradient)
         if first:
-            graph += self.recomputed.pop(op[1:], 0.0)
+            graph += self.stored.pop(op[1:], 0.0)
         before, after = self._of_state(op)
         self._note(self._changes(op)[0] * self.work(op) + before, 0.0)
         self.stash += before + after

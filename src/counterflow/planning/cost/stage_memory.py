@@ -76,15 +76,17 @@ def stage_bytes(
     else:
         backward = _backward(layers, inputs, samples, internal, between)
         input_gradient = _input_gradient(layers, inputs, samples, internal, between)
-    return tensors, {
+    space = {
         OpKind.FORWARD: max(most - stays, 0.0),
         OpKind.BACKWARD: backward,
         OpKind.INPUT_GRADIENT: input_gradient,
         OpKind.WEIGHT_GRADIENTS: max(
             layer.peak(layer.weight_gradients_peak_bytes, samples) for layer in layers
         ),
-        OpKind.RECOMPUTATION: max(forward - beyond_input, 0.0) if recompute is Recompute.STAGE else 0.0,
     }
+    if recompute is Recompute.STAGE:
+        space[OpKind.RECOMPUTATION] = max(forward - beyond_input, 0.0)
+    return tensors, space
 
 
 def stage_bytes_without_peaks(
@@ -104,12 +106,11 @@ def stage_bytes_without_peaks(
         Saved.RECOMPUTED: max(saved - inputs[0], 0.0) if recompute is Recompute.STAGE else 0.0,
         Saved.WEIGHT_OPERANDS: sum(layer.kept(samples) for layer in layers),
     }
-    space = dict.fromkeys(OpKind, 0.0)
-    if recompute is Recompute.LAYER:
-        rows = zip(saved_bytes, inputs, strict=True)
-        largest = max(max(layer_bytes - size, 0.0) for layer_bytes, size in rows)
-        space |= {kind: largest for kind in OpKind if kind.again and kind.makes}
-    return tensors, space
+    if recompute is not Recompute.LAYER:
+        return tensors, {}
+    rows = zip(saved_bytes, inputs, strict=True)
+    largest = max(max(layer_bytes - size, 0.0) for layer_bytes, size in rows)
+    return tensors, {kind: largest for kind in OpKind if kind.again and kind.makes}
 
 
 def _stash(
