@@ -27,7 +27,9 @@ _GOES = {Product.OUTPUT: 1, Product.INPUT_GRADIENT: -1, Product.WEIGHT_GRADIENTS
 
 
 class Lane(Enum):
-    """Part of a worker that an op occupies while it runs; ops of one lane run one after another."""
+    """Part of a worker that an op occupies while it runs; ops of one lane run one after another, beside those
+    of other lanes. Only ops of compute make products for other stages.
+    """
 
     COMPUTE = "compute"
 

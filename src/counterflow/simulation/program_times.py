@@ -30,8 +30,11 @@ def play_program(model: TimedSchedule, program: Program, costs: Costs) -> tuple[
 
     Raises:
         DeadlockError: the workers wait for each other in a circle.
-        ConfigError: the sums share ways (``sync_crossings``), which only schedules can be simulated with.
+        ConfigError: the sums share ways (``sync_crossings``), or ops are on other lanes than compute, which
+            only schedules can be simulated with.
     """
+    if model.lane_lists is not None:
+        raise ConfigError("ops on lanes of their own can be simulated for a schedule only, not for a program")
     if costs.sync_crossings is not None:
         raise ConfigError(
             "sync_crossings: sums that share ways can be simulated for a schedule only, not for a program"

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from counterflow.program.player import Floats
+from counterflow.program.player import Floats, Ints
 from counterflow.schedule.ir import Op, Schedule
 from counterflow.schedule.residency import weight_copies
 
@@ -213,10 +213,11 @@ class Simulation:
             return
         yield 0.0, float(self.start[first]), Cause.WARM_UP
         computed, received = self._input_times
-        waits = first + 1 + np.flatnonzero(self.start[first + 1 : stop] > self.end[first : stop - 1])
-        for node in waits.tolist():
-            before, begins = float(self.end[node - 1]), float(self.start[node])
-            sent = min(max(before, float(self._released[node - 1])), begins)
+        nodes = self._computed[(self._computed >= first) & (self._computed < stop)]
+        waits = np.flatnonzero(self.start[nodes[1:]] > self.end[nodes[:-1]])
+        for last, node in zip(nodes[waits].tolist(), nodes[waits + 1].tolist(), strict=True):
+            before, begins = float(self.end[last]), float(self.start[node])
+            sent = min(max(before, float(self._released[last])), begins)
             departed = min(max(sent, float(computed[node])), begins)
             arrived = min(max(departed, float(received[node])), begins)
             yield before, sent, Cause.MESSAGE
@@ -263,10 +264,20 @@ class Simulation:
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """Seconds that each worker computes."""
+        nodes = self._computed
         seconds = np.bincount(
-            self.model.worker, weights=self.end - self.start, minlength=self.schedule.workers
+            self.model.worker[nodes],
+            weights=self.end[nodes] - self.start[nodes],
+            minlength=self.schedule.workers,
         )
         return tuple(seconds.tolist())
+
+    @cached_property
+    def _computed(self) -> Ints:
+        """The ops on the lane of compute."""
+        nodes = np.arange(len(self.model.ops))
+        lanes = self.model.lane_lists
+        return nodes if lanes is None else np.delete(nodes, lanes.ops)
 
     @cached_property
     def idle(self) -> tuple[float, ...]:

@@ -53,7 +53,7 @@ def steady_step_seconds(model: TimedSchedule, costs: Costs, played: Played, *, n
     border = _Border(model, costs, played)
     seconds = 0.0
     before: list[tuple[float, Floats]] = []
-    at = np.zeros(schedule.workers + border.ready.links)
+    at = np.zeros(schedule.workers + border.ready.lanes)
     for _ in range(MOST_STEPS):
         at = border.after(at, norm=norm)
         passed = float(at[: schedule.workers].min(initial=np.inf))

@@ -18,12 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from counterflow.errors import ConfigError
-from counterflow.program.lists import Messages, lists_of, lists_of_ops, messages_of, refuse_stuck, spread
+from counterflow.program.lists import Messages, lists_of_ops, messages_of, refuse_stuck, spread
 from counterflow.program.player import Floats, Ints, Lasting, ListArrays, Times, play
 from counterflow.program.sync import (
     GradientSync,
-    by_last_backward,
-    first_users,
     gradient_syncs,
     needs_sync,
     plan_syncs,
@@ -34,7 +32,9 @@ from counterflow.schedule.modes import Recompute, Sync
 from counterflow.schedule.op import boundary
 from counterflow.schedule.residency import peak_activations, version_lives
 
+from .awaited_syncs import Awaited, awaited_syncs
 from .costs import Costs, Link, stage_bytes
+from .lanes import LaneLists, lane_lists
 from .memory import Changes
 from .op_costs import Piece, per_stage
 from .sync_times import sync_times
@@ -70,6 +70,7 @@ class Ready(NamedTuple):
         travel: seconds of each message.
         waited: seconds that each message waits for earlier ones of its op.
         links: number of links that carry one message at a time; 0: all carry any number.
+        lanes: number of these links and of lanes of ops other than compute.
     """
 
     lists: ListArrays
@@ -77,20 +78,7 @@ class Ready(NamedTuple):
     travel: Floats
     waited: Floats
     links: int
-
-
-class Awaited(NamedTuple):
-    """The gradient syncs of an asynchronous schedule, for which ops wait: one list with one node each.
-
-    Attributes:
-        syncs: in the order in which they run on each worker's lane.
-        lists: the orders, and behind them the syncs.
-        places: of each message of ``lists`` which one between workers it is, or -1.
-    """
-
-    syncs: list[GradientSync]
-    lists: ListArrays
-    places: Ints
+    lanes: int
 
 
 class TimedSchedule:
@@ -143,35 +131,27 @@ class TimedSchedule:
         Raises:
             DeadlockError: an op waits for a later one of its own worker.
         """
-        return lists_of_ops(self.graph, self.messages)
+        lists = lists_of_ops(self.graph, self.messages)
+        return lists if self.lane_lists is None else self.lane_lists.lists
+
+    @cached_property
+    def lane_lists(self) -> LaneLists | None:
+        """The orders with ops on other lanes than compute; None: there are none.
+
+        Raises:
+            ConfigError: the schedule is asynchronous.
+        """
+        lists = lane_lists(self.nodes, self.messages)
+        if lists is not None and not self.schedule.synchronous:
+            raise ConfigError(f"{self.schedule}: ops on lanes of their own need a synchronous schedule")
+        return lists
 
     @cached_property
     def awaited(self) -> Awaited:
         """The syncs of an asynchronous schedule: ops that use new weights, or begin new gradients, wait for
         them.
         """
-        syncs, users = by_last_backward(self.schedule), first_users(self.schedule)
-        messages, workers = self.messages, self.schedule.workers
-        columns = (row.tolist() for row in (messages.makers, messages.takers, messages.receivers))
-        rows = [(maker, at, taker, to) for at, (maker, taker, to) in enumerate(zip(*columns, strict=True))]
-        before: dict[int, int] = {}
-        for number, sync in enumerate(syncs):
-            node, sync_list = len(self.ops) + number, workers + number
-            for worker, last in sync.last:
-                if last is not None:
-                    rows.append((self.first[worker] + last, -1, node, sync_list))
-                user = users.get((worker, sync.stage, sync.period))
-                if user is not None:
-                    rows.append((node, -1, self.first[worker] + user, worker))
-            earlier = {before[worker] for worker in sync.workers if worker in before}
-            rows += [(previous, -1, node, sync_list) for previous in earlier]
-            before |= dict.fromkeys(sync.workers, node)
-        rows.sort()
-        makers, places, takers, receivers = (
-            np.array(column, dtype=np.int64) for column in zip(*rows, strict=True)
-        )
-        first = [*self.first, *(len(self.ops) + number for number in range(1, len(syncs) + 1))]
-        return Awaited(syncs, lists_of(first, makers, takers, receivers), places)
+        return awaited_syncs(self.nodes, self.messages)
 
     @cached_property
     def needs(self) -> tuple[tuple[int, ...], ...]:
@@ -315,7 +295,7 @@ class TimedSchedule:
             none = np.zeros(len(self.messages.makers))
             no_link = np.full(len(none), -1, dtype=np.int64)
             lasting = Lasting(seconds, np.zeros(len(seconds)), none, none, no_link)
-            times = self.played(Ready(self.lists, lasting, none, none, 0))
+            times = self.played(self._ready(lasting, none, none, 0))
             assert times is not None  # because no limit was given
             self._silent = seconds, (times.start.tolist(), times.end.tolist())
         return self._silent[1]
@@ -341,7 +321,13 @@ class TimedSchedule:
         else:
             which, links = self.links(costs)
             lasting = Lasting(seconds, busy, waited, travel, which)
-        return Ready(self.lists, lasting, travel, waited, links)
+        return self._ready(lasting, travel, waited, links)
+
+    def _ready(self, lasting: Lasting, travel: Floats, waited: Floats, links: int) -> Ready:
+        if self.lane_lists is None:
+            return Ready(self.lists, lasting, travel, waited, links, links)
+        lasting = self.lane_lists.lasting(lasting, links)
+        return Ready(self.lists, lasting, travel, waited, links, links + self.lane_lists.count)
 
     def _with_syncs(self, costs: Costs, ready: Ready) -> Ready:
         """The same with a list for each sync."""
@@ -364,7 +350,7 @@ class TimedSchedule:
         Returns:
             None: the limit was exceeded.
         """
-        begin = at or (np.zeros(len(ready.lists.first) - 1), np.zeros(ready.links))
+        begin = at or (np.zeros(len(ready.lists.first) - 1), np.zeros(ready.lanes))
         rest = None
         if limit < math.inf:
             before = np.concatenate(([0.0], np.cumsum(ready.lasting.nodes)))
@@ -373,6 +359,8 @@ class TimedSchedule:
         times = play(ready.lists, ready.lasting, begin, rest=rest, limit=limit)
         if times is not None:
             refuse_stuck(self.graph, ready.lists, times)
+            if self.lane_lists is not None:
+                return self.lane_lists.times(times, ready.lasting)
         return times
 
     def _play(
@@ -401,7 +389,11 @@ class TimedSchedule:
             syncs = np.column_stack((np.array(labels).reshape(-1, 2), times.start[ops:], times.end[ops:]))
         sent = end[self.messages.makers] + ready.waited
         if ready.links:
-            sent = times.sent[self.awaited.places >= 0] if ready.lists is not self.lists else times.sent
+            sent = times.sent
+            if ready.lists is not self.lists:
+                sent = sent[self.awaited.places >= 0]
+            elif self.lane_lists is not None:
+                sent = sent[self.lane_lists.places >= 0]
         return Played(start, end, released, syncs, sent, sent + ready.travel)
 
     def _played_once(self, ready: Ready, limit: float, tail: Sequence[float]) -> Times | None:
