@@ -54,9 +54,8 @@ def test_messages_travel_as_without_lanes(link: str) -> None:
     costs = replace(COSTS, p2p=0.5, link=link)
     result = simulate(_ordered(2, *order, stages=2), costs)
     assert [(m.start, m.end) for m in result.messages[:2]] == [(1, 1.5), (2, 2.5)]
-    spans = _spans(result)
-    assert spans["R0"] == (2, 3)  # before the gradient of micro-batch 0 is there
-    assert spans["B0"][0] == result.messages[2].end
+    assert _spans(result)["B0"][0] == result.messages[2].end
+    assert _spans(result)["R0"] == (2, 3)  # before the gradient of micro-batch 0 is there
 
 
 def test_programs_and_asynchronous_schedules_have_no_other_lanes() -> None:

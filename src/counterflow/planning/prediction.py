@@ -53,7 +53,8 @@ class Configuration:
         cls, scheme: str, options: Mapping[str, OptionValue], replicas: int, samples: int, **more: Any
     ) -> Configuration:
         """A configuration with options from a mapping."""
-        return cls(scheme, tuple(options.items()), replicas, samples, **more)
+        recompute = Recompute(more.pop("recompute", Recompute.NONE))
+        return cls(scheme, tuple(options.items()), replicas, samples, recompute=recompute, **more)
 
 
 @dataclass(frozen=True, slots=True)

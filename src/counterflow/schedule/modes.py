@@ -20,6 +20,11 @@ class Recompute(StrEnum):
     STAGE = "stage"
     LAYER = "layer"
 
+    @property
+    def again(self) -> bool:
+        """True if layers are computed again, so that forwards do not save their tensors."""
+        return self is not Recompute.NONE
+
 
 class Sync(StrEnum):
     """Time at which a stage's gradients are summed over its replicas (Chimera section 3.2, Figure 4).

@@ -9,7 +9,7 @@ Invariant: such an op makes nothing that another stage takes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,7 +19,8 @@ from counterflow.schedule.graph import Nodes
 from counterflow.schedule.op import Lane, OpKind, Saved
 
 
-class LaneLists(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class LaneLists:
     """The orders of a schedule with ops on other lanes than compute.
 
     Attributes:

@@ -206,7 +206,7 @@ class Balance:
         return total
 
     def _waiting_bytes(self) -> OfStages:
-        if self.recompute is Recompute.NONE:
+        if not self.recompute.again:
             return self._of("saved")
         if self.recompute is Recompute.LAYER:
             return self._of("inputs")
@@ -236,7 +236,7 @@ class Balance:
         waiting, once = np.zeros(layers), np.zeros(stages)  # of each layer, and of each stage as a whole
         extra = self._buffer_bytes
         if self.recompute in (Recompute.NONE, Recompute.LAYER):
-            waiting = np.diff(self._sums["saved" if self.recompute is Recompute.NONE else "inputs"])
+            waiting = np.diff(self._sums["inputs" if self.recompute.again else "saved"])
         else:
             once = ahead * self._sums["each input"][:layers].min()
             extra += float(self._sums["saved"][-1]) / stages  # the largest stage is at least the average
@@ -270,13 +270,13 @@ class Balance:
 
     @cached_property
     def _sums(self) -> dict[str, Floats]:
-        key = self.samples, self.recompute is not Recompute.NONE, self.synchronous
+        key = self.samples, self.recompute.again, self.synchronous
         if key not in self.known:
             self.known[key] = self._summed()
         return self.known[key]
 
     def _summed(self) -> dict[str, Floats]:
-        samples, recomputes = self.samples, self.recompute is not Recompute.NONE
+        samples, recomputes = self.samples, self.recompute.again
         outputs = [self.profile.layer(kind).output_bytes for kind in self.model.layers[:-1]]
         inputs = samples * np.array([self.model.input_bytes, *outputs])
         rows: dict[str, Any] = {"inputs": inputs}
