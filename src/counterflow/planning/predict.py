@@ -197,7 +197,7 @@ class Predictor:
         placement, passes, samples, recompute = of
         if cuts is not Cutting.BALANCED:
             return self._cut(cuts, placement.stages, samples)
-        recomputes = recompute.again
+        recomputes = recompute.recomputes
         room = usable or self.cluster.usable_bytes
         balance = Balance(self.model, self.profile, *of, room, self._sums, slowness, synchronous)
         balanced = self._balanced(placement, passes, samples, recomputes, slowness, synchronous=synchronous)

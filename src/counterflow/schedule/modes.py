@@ -21,7 +21,7 @@ class Recompute(StrEnum):
     LAYER = "layer"
 
     @property
-    def again(self) -> bool:
+    def recomputes(self) -> bool:
         """True if layers are computed again, so that forwards do not save their tensors."""
         return self is not Recompute.NONE
 

@@ -367,7 +367,7 @@ def stage_bytes(
         Saved.WEIGHT_OPERANDS: amounts("kept_for_weights", full),
         Saved.STATE_GRADIENTS: amounts("state_gradients", costs.state),
     }
-    if recompute.again:
+    if recompute.recomputes:
         tensors |= {Saved.STATE: amounts("state"), Saved.SLICE_STATE: amounts("slice_state")}
     weights = map(add, amounts("weights"), amounts("casts"))
     fixed = map(add, amounts("gradients", costs.weights), amounts("optimizer"))

@@ -249,7 +249,7 @@ class StageOps:
             seconds = stage.op_seconds(kind, self.samples * piece.work)
         else:
             seconds = stage.op_seconds(kind, self.samples, piece.work)
-        if self.recompute.again and piece.repeats is not None:
+        if self.recompute.recomputes and piece.repeats is not None:
             share_again = piece.work
             if piece.sliced:
                 share_again = stage.slice_share(piece.repeats, piece.work, piece.attention)

@@ -61,7 +61,7 @@ def stage_bytes(
         between.append(kept_input)
         beyond_input += kept_input + layer_bytes
     stash, most, restored = beyond_input + kept_stage_input, forward, 0.0
-    if recompute.again:  # a forward saves nothing of its layers
+    if recompute.recomputes:  # a forward saves nothing of its layers
         stash, most = _stash(layers, inputs, samples, recompute, skipped), alone
     if recompute is Recompute.STAGE:
         restored = beyond_input
@@ -99,7 +99,7 @@ def stage_bytes_without_peaks(
     """``stage_bytes`` by a profile without peaks: ops hold nothing in addition except a recomputed layer."""
     saved_bytes = [layer.saved(samples) for layer in layers]
     stash = saved = sum(saved_bytes)
-    if recompute.again:
+    if recompute.recomputes:
         stash = _stash(layers, inputs, samples, recompute, skipped)
     tensors = {
         Saved.ACTIVATIONS: stash,

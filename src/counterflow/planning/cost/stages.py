@@ -269,14 +269,14 @@ class StageCosts:
 
     def saved_inputs(self, recompute: Recompute) -> list[float]:
         """The part of each stage's input that its forward saves: all, if layers are computed again."""
-        if recompute.again:
+        if recompute.recomputes:
             return self.inputs
         rows = zip(self._kinds, self._layer_inputs, strict=True)
         return [self._of_kind[kinds[0]].kept_input(self.samples, sizes[0]) for kinds, sizes in rows]
 
     def saved_outputs(self, recompute: Recompute) -> list[float]:
         """The part of each stage's output that its forward saves: none, if layers are computed again."""
-        if recompute.again:
+        if recompute.recomputes:
             return [0.0] * self.stages
         return [self._of_kind[kinds[-1]].kept_output(self.samples) for kinds in self._kinds]
 
@@ -320,7 +320,7 @@ class StageCosts:
                 layers = [self._of_kind[kind] for kind in kinds]
                 tensors, space = of_stage(layers, inputs, self.samples, recompute, skipped)
                 for saved, size in state.items():
-                    if recompute.again or saved is Saved.STATE_GRADIENTS:
+                    if recompute.recomputes or saved is Saved.STATE_GRADIENTS:
                         tensors[saved] = size  # otherwise it is among the activations
                 known[key] = StageBytes(stage_weights, stage_fixed, tensors, space)
             yield known[key]

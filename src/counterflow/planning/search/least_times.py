@@ -64,7 +64,7 @@ def least_times(
     micro-batch.
     """
     inside = recompute is Recompute.LAYER
-    recomputed, within = float(recompute.again), float(inside)
+    recomputed, within = float(recompute.recomputes), float(inside)
     forward, both, through, backward_op = [], [], [], []
     samples, backwards = stages.samples, stages.seconds(OpKind.BACKWARD)
     firsts, seconds = stages.seconds(OpKind.INPUT_GRADIENT), stages.seconds(OpKind.WEIGHT_GRADIENTS)

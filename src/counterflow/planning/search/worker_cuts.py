@@ -206,7 +206,7 @@ class Balance:
         return total
 
     def _waiting_bytes(self) -> OfStages:
-        if not self.recompute.again:
+        if not self.recompute.recomputes:
             return self._of("saved")
         if self.recompute is Recompute.LAYER:
             return self._of("inputs")
@@ -236,7 +236,7 @@ class Balance:
         waiting, once = np.zeros(layers), np.zeros(stages)  # of each layer, and of each stage as a whole
         extra = self._buffer_bytes
         if self.recompute in (Recompute.NONE, Recompute.LAYER):
-            waiting = np.diff(self._sums["inputs" if self.recompute.again else "saved"])
+            waiting = np.diff(self._sums["inputs" if self.recompute.recomputes else "saved"])
         else:
             once = ahead * self._sums["each input"][:layers].min()
             extra += float(self._sums["saved"][-1]) / stages  # the largest stage is at least the average
@@ -270,13 +270,13 @@ class Balance:
 
     @cached_property
     def _sums(self) -> dict[str, Floats]:
-        key = self.samples, self.recompute.again, self.synchronous
+        key = self.samples, self.recompute.recomputes, self.synchronous
         if key not in self.known:
             self.known[key] = self._summed()
         return self.known[key]
 
     def _summed(self) -> dict[str, Floats]:
-        samples, recomputes = self.samples, self.recompute.again
+        samples, recomputes = self.samples, self.recompute.recomputes
         outputs = [self.profile.layer(kind).output_bytes for kind in self.model.layers[:-1]]
         inputs = samples * np.array([self.model.input_bytes, *outputs])
         rows: dict[str, Any] = {"inputs": inputs}
