@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from .cost.device_placement import Arrangement
+from .cost.memory import WorkerMemory
 from .cost.stages import Cutting
 from .inputs.cluster import AllReduce, Cluster, Link, NodeKind
 from .inputs.model import LayerSkip, LayerTie, Model
 from .inputs.profile import Division, LayerProfile, Profile
 from .predict import Predictor, predict
-from .prediction import Configuration, Parts, Prediction, WorkerMemory
+from .prediction import Configuration, Parts, Prediction
 
 __all__ = [
     "AllReduce",

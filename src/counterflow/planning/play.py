@@ -23,11 +23,19 @@ from counterflow.simulation import Costs, Simulation
 from counterflow.simulation.op_costs import StageOps
 
 from .cost.device_placement import Network, mesh, sum_over
-from .cost.memory import allowed, counted_twice, message_buffers, skips_in_flight, together, walked
+from .cost.memory import (
+    WorkerMemory,
+    allowed,
+    counted_twice,
+    message_buffers,
+    skips_in_flight,
+    together,
+    walked,
+)
 from .cost.sharded_state import ShardedState, ShardedStates
 from .cost.stages import StageCosts
 from .cost.tensor_parallel import Inputs
-from .prediction import Configuration, Parts, Prediction, WorkerMemory
+from .prediction import Configuration, Parts, Prediction
 from .timing import Timing
 
 
@@ -240,11 +248,10 @@ class Play:
             gradients = optimizer = casts = [0.0] * placement.workers  # optimiser state is one amount
         skips, shared = skips_in_flight(self.schedule, stages), self.communicators
         return tuple(
-            WorkerMemory(
-                weights=base + peak.versions,
-                activations=peak.activations,
+            replace(
+                peak,
+                weights=base + peak.weights,
                 buffers=peak.buffers + skips[worker],
-                workspace=peak.workspace,
                 gradients=gradients[worker],
                 optimizer=optimizer[worker],
                 casts=casts[worker],

@@ -13,6 +13,7 @@ from counterflow.schedule.modes import Recompute, Sync
 from counterflow.schedule.scheme import DEPTH, OptionType
 
 from .cost.device_placement import Arrangement
+from .cost.memory import WorkerMemory
 from .cost.stages import Cuts, Cutting
 from .search.node_orders import Runs
 
@@ -55,53 +56,6 @@ class Configuration:
         """A configuration with options from a mapping."""
         recompute = Recompute(more.pop("recompute", Recompute.NONE))
         return cls(scheme, tuple(options.items()), replicas, samples, recompute=recompute, **more)
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerMemory:
-    """Memory of a worker at its peak, in bytes.
-
-    Attributes:
-        weights: weights, gradients and optimiser state of every copy and version, including casts.
-        activations: tensors that forwards save for their backwards.
-        buffers: buffers of messages that are received ahead or in flight.
-        workspace: additional memory of the largest op while it runs, or of the update.
-        gradients: the part of ``weights`` that is gradients.
-        optimizer: the part of ``weights`` that is the optimiser's state.
-        casts: the part of ``weights`` that is casts to another precision.
-        communicators: memory of NCCL, in no tensor.
-    """
-
-    weights: float
-    activations: float
-    buffers: float
-    workspace: float = 0.0
-    gradients: float = 0.0
-    optimizer: float = 0.0
-    casts: float = 0.0
-    communicators: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """Total, without the cluster's reserve."""
-        return self.weights + self.activations + self.workspace + self.buffers + self.communicators
-
-    def parts(self) -> dict[str, float]:
-        """Total by part, with a profile that contains the peaks of ops.
-
-        >>> sum(WorkerMemory(10.0, 5.0, 2.0, 1.0, 3.0, 6.0).parts().values())
-        18.0
-        """
-        return {
-            "weights": self.weights - self.gradients - self.optimizer - self.casts,
-            "gradients": self.gradients,
-            "optimizer": self.optimizer,
-            "casts": self.casts,
-            "activations": self.activations,
-            "workspace": self.workspace,
-            "messages": self.buffers,
-            "communicators": self.communicators,
-        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,24 +40,56 @@ from .stages import StageCosts
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerPeak:
-    """Memory of a worker at its peak, in bytes, in addition to its state.
+class WorkerMemory:
+    """Memory of a worker at its peak, in bytes.
 
     Attributes:
-        activations: tensors that forwards save for their backwards, with received inputs.
-        workspace: bytes of the current op, or of the update, while it runs.
-        buffers: buffers of messages in flight, received ahead or used before.
-        versions: further weight versions.
+        weights: weights, gradients and optimiser state of every copy and version, including casts.
+        activations: tensors that forwards save for their backwards.
+        buffers: buffers of messages that are received ahead or in flight.
+        workspace: additional memory of the largest op while it runs, or of the update.
+        gradients: the part of ``weights`` that is gradients.
+        optimizer: the part of ``weights`` that is the optimiser's state.
+        casts: the part of ``weights`` that is casts to another precision.
+        communicators: memory of NCCL, in no tensor.
     """
 
+    weights: float
     activations: float
-    workspace: float
     buffers: float
-    versions: float
+    workspace: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    casts: float = 0.0
+    communicators: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Total, without the cluster's reserve."""
+        return self.weights + self.activations + self.workspace + self.buffers + self.communicators
+
+    def parts(self) -> dict[str, float]:
+        """Total by part, with a profile that contains the peaks of ops.
+
+        >>> sum(WorkerMemory(10.0, 5.0, 2.0, 1.0, 3.0, 6.0).parts().values())
+        18.0
+        """
+        return {
+            "weights": self.weights - self.gradients - self.optimizer - self.casts,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "casts": self.casts,
+            "activations": self.activations,
+            "workspace": self.workspace,
+            "messages": self.buffers,
+            "communicators": self.communicators,
+        }
 
 
-def allowed(schedule: Schedule, stages: StageCosts, changes: Changes) -> tuple[WorkerPeak, ...]:
+def allowed(schedule: Schedule, stages: StageCosts, changes: Changes) -> tuple[WorkerMemory, ...]:
     """Each worker's peak without a walk: what its ops leave, and an allowance for messages.
+
+    Of weights only further versions count.
 
     Args:
         schedule: the order.
@@ -69,7 +101,7 @@ def allowed(schedule: Schedule, stages: StageCosts, changes: Changes) -> tuple[W
     for worker, most in enumerate(above_base(first, changes)):
         live = np.cumsum(changes.versions[first[worker] : first[worker + 1]])
         versions = min(most, float(live.max(initial=0.0)))
-        peaks.append(WorkerPeak(most - versions, 0.0, buffers[worker], versions))
+        peaks.append(WorkerMemory(versions, most - versions, buffers[worker]))
     return tuple(peaks)
 
 
@@ -81,8 +113,8 @@ def walked(
     versions: Sequence[float],
     updating: Sequence[float],
     matching: Matching,
-) -> tuple[WorkerPeak, ...]:
-    """Each worker's peak.
+) -> tuple[WorkerMemory, ...]:
+    """Each worker's peak; of weights only further versions count.
 
     Args:
         schedule: the order.
@@ -277,13 +309,13 @@ class _Walk:
         if total > self.best[0]:
             self.best = total, self.stash + stays, during - stays, moving, self.versions, self.inputs
 
-    def peak(self, updating: float) -> WorkerPeak:
+    def peak(self, updating: float) -> WorkerMemory:
         """The most of all ops, or of the update after them."""
         moving = self._in_flight()
         if updating + moving + self.versions > self.best[0]:
-            return WorkerPeak(0.0, updating, self.most_pool + moving, self.versions)
+            return WorkerMemory(self.versions, 0.0, self.most_pool + moving, updating)
         _, stash, space, in_flight, versions, inputs = self.best
-        return WorkerPeak(stash + inputs, space, self.most_pool - inputs + in_flight, versions)
+        return WorkerMemory(versions, stash + inputs, self.most_pool - inputs + in_flight, space)
 
 
 def together(schedule: Schedule) -> float:
