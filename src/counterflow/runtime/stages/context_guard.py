@@ -8,7 +8,9 @@ each position, else it looks across the sequence and would see a share alone.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,13 +27,31 @@ from counterflow.verification.diagnosis.tolerances import ACTIVATIONS, COARSE
 from ..messages.values import Value
 from .carrying import carries_in
 from .named_layer import LOSS, NamedLayer, place_of
+from .precision import Precision
+from .randomness import RandomStreams
 from .sample_rows import SampleRows
 from .stage_wrappers import Run, StageWrapper
 
-if TYPE_CHECKING:
-    from .stage import LocalStage
-
 _LOG = logging.getLogger(__name__)
+
+
+class SharedStage(Protocol):
+    """A stage as the guard runs it; ``LocalStage`` documents the members."""
+
+    stage: int
+    layers: tuple[NamedLayer, ...]
+    streams: RandomStreams
+    precision: Precision
+
+    @property
+    def has_skips(self) -> bool:
+        """True if values go around its layers."""
+
+    def probing(self) -> AbstractContextManager[None]:
+        """Return a context in evaluation mode, without effect on buffers."""
+
+    def layer_runs(self) -> list[tuple[NamedLayer, Run, Sequence[int]]]:
+        """Return each layer and its run without the stage's wrappers."""
 
 
 class ContextGuard(StageWrapper):
@@ -44,7 +64,7 @@ class ContextGuard(StageWrapper):
 
     break_reason = "it is given a share of each sequence"
 
-    def __init__(self, context: Context, stage: LocalStage) -> None:
+    def __init__(self, context: Context, stage: SharedStage) -> None:
         self._context, self._stage = context, stage
         self._checked = {LOSS, *(layer.index for layer in stage.layers if carries_in(layer.module))}
 
@@ -52,7 +72,7 @@ class ContextGuard(StageWrapper):
     def wrap_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         token = CONTEXT.set(self._context)
         try:
-            if layer.index not in self._checked and self._stage.skips is None:
+            if layer.index not in self._checked and not self._stage.has_skips:
                 self._checked.add(layer.index)
                 self._check(layer, value, step, rows)
             return run(value, step, rows)

@@ -226,6 +226,11 @@ class LocalStage:
         return [buffer for buffer in buffers if buffer is not None]
 
     @property
+    def has_skips(self) -> bool:
+        """True if values go around the layers, by skip connections or from slice to slice."""
+        return self.skips is not None
+
+    @property
     def balances(self) -> list[TokenBalance]:
         """Biases of routers, which are moved after an update."""
         modules = {module for module, _ in self.buffers.places if isinstance(module, TokenBalance)}
