@@ -1,21 +1,26 @@
-"""Sharded stages against one process: every scheme by FSDP2 and tensor parallelism, within 1e-10 in float64.
+"""Stages on further dimensions of the mesh against one process, for every scheme, in float64.
 
-    python benchmarks/mesh_grid.py [--how FSDP] [--only chimera]
+    python benchmarks/mesh_grid.py [--how FSDP] [--only chimera] [--keep]
 
 Four processes over Gloo, two workers by two positions; losses, norms, clipped AdamW steps, evaluation and the
 state that another pipeline goes on from, with the cases of tests/runtime/mesh. FSDP shards the first layer of
 each stage and the rest of it, or single layers; tensor parallelism shards features, and in every second layer
-the sequence as well. Schemes without a flush are compared with two plain replicas. Prints a line a scheme.
+the sequence as well. Schemes without a flush are compared with two plain replicas. Experts are divided with
+and without FSDP, with a bias that balances them and micro-batches without samples; sequences are shared with
+gathered and with ring attention, uneven labels and padding. Differences of a loss, norm or weight above 1e-10
+(FSDP, tensor parallelism) or 1e-12 (experts, sequences) are reported. Prints a line a scheme.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import counterflow as cf
 from counterflow import schemes
@@ -23,7 +28,9 @@ from counterflow.schedule.ir import Schedule
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "runtime" / "mesh"))
 import cases
-from kit import arguments, machine_line
+import context_cases
+import expert_cases
+from kit import arguments, keep, machine_line
 
 WHOLE: dict[str, Schedule] = {
     "gpipe": schemes.gpipe(2, 3),
@@ -40,6 +47,11 @@ SPLIT: dict[str, Schedule] = {
     "zb-h1": schemes.zb_h1(2, 3),
     "zb-v": schemes.zb_v(2, 3),
     "dualpipe": schemes.dualpipe(2, 4),
+    "zb-h2": schemes.zb_h2(2, 3),
+    "zb-v-half": schemes.v_half(2, 3),
+    "zb-v-min": schemes.v_min(2, 3),
+    "zb-interleaved": schemes.interleaved_zb(2, 2),
+    "dualpipe-v": schemes.dualpipe_v(2, 4),
     "chimera split": schemes.chimera(2, 2, split=True),
 }
 CONTINUOUS: dict[str, Schedule] = {
@@ -47,10 +59,38 @@ CONTINUOUS: dict[str, Schedule] = {
     "pipedream-2bw": schemes.pipedream_2bw(2, 2),
     "wpipe": schemes.wpipe(2, 2),
 }
-HOW = {
-    "tensor parallelism": ({"tp": 2}, cases.tensor_parallel),
-    "FSDP of stages": ({"shard": 2}, cases.sharded),
-    "FSDP of layers": ({"shard": 2}, cases.layers_sharded),
+Check = Callable[..., None]
+
+
+def sharded(dims: dict[str, int], parallelize: Any) -> Check:
+    """A check of plain layers on a mesh."""
+    return lambda schedule, **options: cases.check(
+        schedule, dims, parallelize, loss=cases.loss_sum, count=24, **options
+    )
+
+
+def experts(parallelize: Any) -> Check:
+    """A check of layers of experts; half of the positions' micro-batches have one sample, some have none."""
+    return lambda schedule, **options: expert_cases.check(
+        schedule, parallelize, count=2 * schedule.micro_batches * 2 - 2, balance=True, **options
+    )
+
+
+def contexts(parallelize: Any, positions: int = 2) -> Check:
+    """A check of a GPT whose sequences are shared."""
+    return lambda schedule, **options: context_cases.check(
+        schedule, parallelize, dims={"cp": positions}, **options
+    )
+
+
+HOW: dict[str, Check] = {
+    "tensor parallelism": sharded({"tp": 2}, cases.tensor_parallel),
+    "FSDP of stages": sharded({"shard": 2}, cases.sharded),
+    "FSDP of layers": sharded({"shard": 2}, cases.layers_sharded),
+    "experts": experts(cf.ExpertParallel("ep")),
+    "experts and FSDP": experts(cf.ExpertParallel("ep", fully_shard="ep")),
+    "contexts, gathered": contexts(cf.ContextParallel("cp")),
+    "contexts, ring, FSDP": contexts(cf.ContextParallel("cp", ring=True, fully_shard="cp")),
 }
 OPTIONS: dict[str, dict[str, object]] = {
     "none": {"recompute": "none"},
@@ -61,49 +101,57 @@ OPTIONS: dict[str, dict[str, object]] = {
 }
 
 
-def tried(how: str, name: str, option: str) -> str:
-    dims, parallelize = HOW[how]
-    more = OPTIONS[option]
+def comparison(way: str, name: str, option: str) -> str:
+    """Outcome of a scheme on a mesh with an option, in a word."""
+    options = OPTIONS[option]
     if option == "compiled":
         torch._dynamo.reset()  # what was compiled too often would run as it is
     try:
         if name in CONTINUOUS:
-            cases.check_without_flush(CONTINUOUS[name], **more)
+            cases.check_without_flush(CONTINUOUS[name], **options)
         else:
-            schedule = WHOLE.get(name) or SPLIT[name]
-            cases.check(schedule, dims, parallelize, loss=cases.loss_sum, count=24, **more)
+            HOW[way](WHOLE.get(name) or SPLIT[name], **options)
     except AssertionError as error:
         return f"DIFFERS: {error}"
     return "same"
 
 
-def work(how_only: str, only: str) -> None:
+def options_of(way: str, name: str) -> list[str]:
+    """Options that are compared."""
+    if way.startswith(("experts", "contexts")):
+        return ["none", "stage", "layer"]
+    left_out = ["no barrier"] if name in CONTINUOUS else ["compiled"] if name in SPLIT else []
+    return [option for option in OPTIONS if option not in left_out]
+
+
+def work(ways: str, only: str) -> list[str]:
+    """Compare, print a line a scheme on the first rank, and return the lines."""
     torch.set_num_threads(1)
-    first = True
-    for how in (how for how in HOW if how_only in how):
-        names = [*WHOLE, *SPLIT, *CONTINUOUS] if how == "tensor parallelism" else [*WHOLE]
+    lines = [f"{'how':<20} {'scheme':<26} seconds  with"]
+    on_first = os.environ["RANK"] == "0"
+    if on_first:
+        print(lines[0])
+    for way in (way for way in HOW if ways in way):
+        names = [*WHOLE] if way.startswith("FSDP") else [*WHOLE, *SPLIT]
+        if way == "tensor parallelism":
+            names += CONTINUOUS
         for name in (name for name in names if only in name):
             begin = time.perf_counter()
-            found = []
-            for option in OPTIONS:
-                if (option == "no barrier" and name in CONTINUOUS) or (
-                    option == "compiled" and name in SPLIT
-                ):
-                    continue
-                found.append(f"{option} {tried(how, name, option)}")
-            if dist.get_rank() == 0:
-                if first:
-                    print(f"{'how':<20} {'scheme':<26} seconds  with")
-                print(
-                    f"{how:<20} {name:<26} {time.perf_counter() - begin:7.1f}  {', '.join(found)}", flush=True
-                )
-                first = False
+            outcomes = [f"{option} {comparison(way, name, option)}" for option in options_of(way, name)]
+            lines.append(f"{way:<20} {name:<26} {time.perf_counter() - begin:7.1f}  {', '.join(outcomes)}")
+            if on_first:
+                print(lines[-1], flush=True)
+    return lines
 
 
 if __name__ == "__main__":
-    parser = arguments(__doc__)
-    parser.add_argument("--how", default="", help="ways to shard with this in their names")
+    parser = arguments(__doc__, "mesh_grid.txt, or that of --name")
+    parser.add_argument("--how", default="", help="ways to divide stages with this in their names")
     parser.add_argument("--only", default="", help="schemes with this in their names")
-    print(machine_line())
-    given = parser.parse_args()
-    cf.launch(work, given.how, given.only, workers=4, timeout_seconds=120)
+    parser.add_argument("--name", default="mesh_grid", help="name of the kept file")
+    options = parser.parse_args()
+    header = machine_line()
+    print(header)
+    found = cf.launch(work, options.how, options.only, workers=4, timeout_seconds=120)
+    if options.keep:
+        keep(options.name, [header, *found[0]])

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
 
 from .call_guard import CallGuard
@@ -135,7 +136,16 @@ class Inference:
         return batch
 
     def generate(self, prompt: Tensor | None, sampling: Sampling) -> Tensor:
-        """Prompts and the tokens that follow them, on every worker."""
+        """Prompts and the tokens that follow them, on every worker.
+
+        Raises:
+            ConfigError: positions share sequences, so that none has the keys of all earlier tokens.
+        """
+        if any(stage.context_guard is not None for stage in self._stages.values()):
+            raise ConfigError(
+                "generate adds token after token to a whole sequence, and cf.ContextParallel shares "
+                "sequences; load the weights in a pipeline without it"
+            )
         self._drain.settle()
         with self._guard.reported(), self._owned.used(), torch.no_grad():
             return generated(

@@ -208,6 +208,17 @@ def recurrent() -> None:
     step_with(Recurrent())
 
 
+def unshared() -> None:
+    """Each position is given whole sequences."""
+    mesh, parallel = mesh_of((1, 2, 2), ("replica", "worker", "cp")), cf.ContextParallel("cp")
+    pipeline = cf.Pipeline(
+        layers(), counted, cf.schemes.dapple(2, 2), optimizer=adamw, mesh=mesh, parallelize=parallel
+    )
+    with pytest.raises(cf.ConfigError, match="generate adds token after token"):
+        pipeline.generate(batch(4)[0], tokens=2)
+    pipeline.step(*(t[:, :8] for t in batch(4)))
+
+
 def expert_layers() -> list[nn.Module]:
     """Layers with attention, and layers of experts between them."""
     moe, made = EXPERTS["Moe"], layers()

@@ -190,6 +190,8 @@ def refuse() -> None:
     dapple, experts = cf.schemes.dapple(2, 3), cf.ExpertParallel("ep")
     with pytest.raises(cf.ConfigError, match=r"no dimension 'expert' after \(replica, worker\), but ep"):
         pipeline(layers(), dapple, cf.ExpertParallel("expert"))
+    with pytest.raises(cf.ConfigError, match="found no experts in the model"):
+        pipeline([nn.Linear(WIDTH, WIDTH, dtype=D) for _ in range(2)], dapple, experts)
     odd = layers()
     for layer in odd:
         layer.up = nn.Parameter(torch.randn(3, WIDTH, HIDDEN, dtype=D))

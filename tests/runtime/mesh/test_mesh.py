@@ -41,9 +41,10 @@ def test_shared_sequences_give_the_numbers_of_one_process(processes: str) -> Non
     [
         ("mixing", r"layer 1 \(Mixing\) of stage 0 computes something else of a share of a sequence"),
         ("recurrent", "a layer carries a state along the sequence"),
+        ("unshared", r"all positions .* are given the same inputs, .* give cf.share_sequence"),
     ],
 )
-def test_layers_that_look_across_a_shared_sequence_are_refused(case: str, words: str) -> None:
+def test_what_shared_sequences_cannot_have_is_refused(case: str, words: str) -> None:
     with pytest.raises(cf.ConfigError, match=words):
         cf.launch(Cases(case, "context_cases.py"), workers=4, timeout_seconds=60, threads=1)
 

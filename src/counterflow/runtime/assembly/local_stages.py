@@ -284,6 +284,11 @@ def _sharded(
     names = further.mesh_dim_names or ()
     experts, contexts = expert_dims(modules, mesh), context_dims(modules, mesh)
     dims = agreed_dims(mesh, tensors, reduced, transport, names, experts=experts, contexts=contexts)
+    if any(module.divides_experts for module in modules) and not dims.has_experts:
+        raise ConfigError(
+            "cf.ExpertParallel found no experts in the model: give a module that calls cf.dispatch the "
+            "attribute expert_parameters, names of its parameters [experts, ...]"
+        )
     if dims.in_lockstep and not schedule.synchronous:
         raise ConfigError(
             f"{schedule.scheme} keeps several versions of its weights, and those that fully_shard gathers, "

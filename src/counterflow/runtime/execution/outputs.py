@@ -72,7 +72,7 @@ class Outputs:
         output, added = split_aux_losses(output)
         if (rows := batch.rows[unit]).start == rows.stop:
             pop_aux_losses()
-            return None, _no_loss(each_tensor(output))
+            return None, [_no_loss(each_tensor(output))] if batch.training and batch.has_loss else []
         if batch.outputs is not None and not rerun:
             batch.outputs[unit] = mapped(_copy, output)
         if batch.watch is not None and not rerun and batch.watch.covers(unit):
@@ -192,10 +192,10 @@ def part(tree: Any, unit: Unit, batch: Batch, *, of_targets: bool) -> Any:
     return cut(tree, unit.rows(batch.samples[unit.micro_batch]), dims)
 
 
-def _no_loss(outputs: Sequence[Tensor]) -> list[Tensor]:
+def _no_loss(outputs: Sequence[Tensor]) -> Tensor:
     """Loss of 0 of no samples, whose backward goes through all layers as those at other positions do."""
-    ends = [tensor.reshape(-1)[:0].sum() for tensor in outputs if tensor.requires_grad]
-    return [torch.stack([end.float() for end in ends]).sum()] if ends else []
+    ends = [tensor.reshape(-1)[:0].sum().float() for tensor in outputs if tensor.is_floating_point()]
+    return torch.stack(ends).sum() if ends else torch.zeros(())
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -79,6 +79,7 @@ class ExpertParallel:
                     f"{self!r}: the mesh has no dimension {name!r} after (replica, worker), but "
                     f"{', '.join(names)}"
                 )
+        stage.divides_experts = True
         for module, parameters in [*expert_modules(stage)]:
             _divide(stage, module, parameters, mesh[self.dim])
         if self.fully_shard:

@@ -57,6 +57,7 @@ class StageModule(nn.Module, StageWrapper):
         sums_each_backward: set it in ``parallelize`` to let ``fully_shard`` sum gradients in the backward of
             every micro-batch, and not once a step: more messages, and no gradient of the whole stage.
         expert_weights: weights of which positions have other experts each.
+        divides_experts: True if its experts, if it has any, are divided.
         context: positions that share its sequences; None: it is given whole ones.
         context_ranks: their ranks.
     """
@@ -69,6 +70,7 @@ class StageModule(nn.Module, StageWrapper):
         super().__init__()
         self.number = number
         self.expert_weights: list[ExpertWeight] = []
+        self.divides_experts = False
         self.context: Context | None = None
         self.context_ranks: tuple[int, ...] = ()
         for layer in layers:

@@ -114,6 +114,11 @@ class ParallelDims:
         """True if some weight of the model is a DTensor."""
         return any(weight.placements is not None for weight in self.weights.values())
 
+    @property
+    def has_experts(self) -> bool:
+        """True if positions hold the weights of other experts."""
+        return any(weight.experts for weight in self.weights.values())
+
     def weight(self, name: str) -> WeightDims:
         """Content of a weight, by its first name in the model."""
         return self.weights.get(name, REPLICATED)

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from typing_extensions import override
@@ -66,18 +67,41 @@ class ContextGuard(StageWrapper):
 
     def __init__(self, context: Context, stage: SharedStage) -> None:
         self._context, self._stage = context, stage
+        self._compared_inputs = False
         self._checked = {LOSS, *(layer.index for layer in stage.layers if carries_in(layer.module))}
 
     @override
     def wrap_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         token = CONTEXT.set(self._context)
         try:
+            if layer.index == 0 and not self._compared_inputs:
+                self._compared_inputs = True
+                self._refuse_whole_sequences(value)
             if layer.index not in self._checked and not self._stage.has_skips:
                 self._checked.add(layer.index)
                 self._check(layer, value, step, rows)
             return run(value, step, rows)
         finally:
             CONTEXT.reset(token)
+
+    def _refuse_whole_sequences(self, value: Value) -> None:
+        """Refuse inputs that are the same at all positions, as whole sequences would be.
+
+        Raises:
+            ConfigError: they are.
+        """
+        sums = [_fingerprint(tensor) for tensor in tensors_in(value) if tensor.numel() > 1]
+        varied = [tensor for tensor in tensors_in(value) if tensor.numel() > 1 and _varies(tensor)]
+        device = self._stage.streams.device
+        row = torch.tensor([float(bool(varied)), *sums], dtype=torch.float64, device=device)
+        rows = [torch.empty_like(row) for _ in range(self._context.share.count)]
+        dist.all_gather(rows, row, group=self._context.group)
+        if all(gathered[0] and gathered.equal(rows[0]) for gathered in rows):
+            raise ConfigError(
+                "all positions that share sequences are given the same inputs, so each would count its copy "
+                "as a share of a longer sequence; give cf.share_sequence(tensor, pipeline.context) of inputs "
+                "and targets"
+            )
 
     def _check(self, layer: NamedLayer, value: Value, step: int, rows: SampleRows) -> None:
         """Compare a layer's output of a share with those of its halves.
@@ -105,6 +129,15 @@ class ContextGuard(StageWrapper):
                         "sequence than of its halves, so it looks across the sequence; let its attention be "
                         "cf.attend with a cf.Carry, or train without cf.ContextParallel"
                     )
+
+
+def _fingerprint(tensor: Tensor) -> float:
+    flat = tensor.detach().reshape(-1).double()
+    return float((flat * torch.arange(1, len(flat) + 1, device=flat.device)).sum())
+
+
+def _varies(tensor: Tensor) -> bool:
+    return bool((tensor != tensor.reshape(-1)[0]).any())
 
 
 def _differ(tensor: Tensor, expected: Tensor, *, lower: bool) -> bool:
