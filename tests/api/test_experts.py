@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 import counterflow as cf
@@ -106,6 +106,43 @@ def test_a_balance_evens_out_tokens_and_counts_in_training_alone() -> None:
     assert balance.bias.mean().abs() < 1e-6
     shares = torch.bincount(choices.flatten(), minlength=4)
     assert shares.max() - shares.min() < 60
+
+
+class _Layer(nn.Module):
+    """Tokens to two of three experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(4, 3, dtype=D)
+        self.matrices = nn.Parameter(torch.randn(3, 4, 4, dtype=D))
+        self.balance = cf.TokenBalance(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        scores = self.router(tokens).softmax(-1)
+        choices = cf.limit_capacity(self.balance(scores, 2), 3, 9)
+        sent = cf.dispatch(tokens, choices, self.matrices)
+        outputs = cf.grouped_linear(sent.rows, self.matrices, sent.counts)
+        return x + cf.combine(sent, outputs, scores.gather(1, choices.clamp(min=0))).view_as(x)
+
+
+class _Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def test_layers_are_found_around_the_functions_of_experts() -> None:
+    """A recording has no values; it notes each function as one step."""
+    torch.manual_seed(0)
+    network, x = _Network(), torch.randn(3, 5, 4, dtype=D)
+    found = nn.Sequential(*cf.layers(network, example=x[:2]))
+    torch.testing.assert_close(found(x), network(x), rtol=0, atol=0)
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

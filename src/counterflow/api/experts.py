@@ -25,11 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ..common.tensors.dtensors import is_dtensor
 from ..errors import ConfigError
 from .counters import sum_over_copies
-from .torch_internals import grouped_product
+from .torch_internals import grouped_product, is_abstract
 
 
 class Dispatched(NamedTuple):
@@ -79,6 +80,9 @@ def dispatch(tokens: Tensor, choices: Tensor, experts: Tensor | int, *, group: A
     >>> combine(dispatched, 10 * dispatched.rows, torch.full((3, 1), 0.5)).flatten().tolist()
     [5.0, 10.0, 15.0]
     """
+    if has_torch_function_unary(tokens):  # a recording notes it as one step
+        result: Dispatched = handle_torch_function(dispatch, (tokens,), tokens, choices, experts, group=group)
+        return result
     count = experts if isinstance(experts, int) else experts.shape[0]
     if group is None and isinstance(experts, Tensor):
         group = expert_group(experts)
@@ -90,8 +94,9 @@ def dispatch(tokens: Tensor, choices: Tensor, experts: Tensor | int, *, group: A
     flat = choices.reshape(-1)
     places = flat.argsort(stable=True)
     chosen = (flat >= 0) & (flat < count)
-    order = places[chosen[places]]
-    sent_counts = torch.bincount(flat[order], minlength=count)
+    # Without values the number of rows is that of all choices.
+    order = places if is_abstract(tokens) else places[chosen[places]]
+    sent_counts = _histogram(flat[order], count)
     sent = tokens[order // max(1, choices.shape[1])]
     if group is None:
         arrival = torch.arange(len(order), device=tokens.device)
@@ -125,6 +130,8 @@ def combine(dispatched: Dispatched, outputs: Tensor, weights: Tensor | None = No
     Raises:
         ConfigError: shapes do not fit.
     """
+    if has_torch_function_unary(outputs):
+        return handle_torch_function(combine, (outputs,), dispatched, outputs, weights)
     rows, _, choices, order, arrival, splits, group = dispatched
     if outputs.dim() != 2 or outputs.shape[0] != rows.shape[0]:
         raise ConfigError(
@@ -168,9 +175,15 @@ def grouped_linear(
     >>> grouped_linear(torch.ones(3, 1), weight, torch.tensor([1, 2])).flatten().tolist()
     [1.0, 10.0, 10.0]
     """
+    if has_torch_function_unary(rows):  # a recording notes it as one step, which has no values
+        return handle_torch_function(
+            grouped_linear, (rows,), rows, weight, counts, bias, transposed=transposed
+        )
     matrices = local_experts(weight)
     if transposed:
         matrices = matrices.mT
+    if is_abstract(rows):
+        return rows @ matrices[0]
     if counts.shape != matrices.shape[:1]:
         raise ConfigError(
             f"grouped_linear: counts of shape {(*counts.shape,)} for {matrices.shape[0]} local experts; give "
@@ -201,13 +214,23 @@ def limit_capacity(choices: Tensor, experts: int, capacity: int) -> Tensor:
     >>> limit_capacity(torch.tensor([[0, 1], [0, 1], [0, 2]]), 3, 2).tolist()
     [[0, 1], [0, 1], [-1, 2]]
     """
+    if has_torch_function_unary(choices):
+        return handle_torch_function(limit_capacity, (choices,), choices, experts, capacity)
+    if is_abstract(choices):
+        return choices.clone()
     flat = choices.t().reshape(-1)
     order = flat.argsort(stable=True)
-    counts = torch.bincount(flat[flat >= 0], minlength=experts)
+    counts = _histogram(flat[flat >= 0], experts)
     starts = (flat < 0).sum() + counts.cumsum(0) - counts
     ranks = torch.empty_like(flat)
     ranks[order] = torch.arange(len(flat), device=flat.device) - starts[flat[order].clamp(min=0)]
     return flat.where(ranks < capacity, -1).view(*choices.t().shape).t()
+
+
+def _histogram(numbers: Tensor, count: int) -> Tensor:
+    """Occurrences of each of ``count`` numbers; as ``torch.bincount``, of a shape that no value decides."""
+    zeros = torch.zeros(count, dtype=torch.int64, device=numbers.device)
+    return zeros.index_add(0, numbers, torch.ones_like(numbers, dtype=torch.int64))
 
 
 def local_experts(weight: Tensor) -> Tensor:
@@ -318,8 +341,13 @@ class TokenBalance(nn.Module):
         """
         choices = (scores.detach() + self.bias).topk(k, dim=-1).indices
         if self.training:
-            self.tokens += torch.bincount(choices.reshape(-1), minlength=len(self.tokens))
+            self.tokens += _histogram(choices.reshape(-1), len(self.tokens))
         return choices
+
+    def reset_parameters(self) -> None:
+        """Begin without a bias."""
+        self.bias.zero_()
+        self.tokens.zero_()
 
     @torch.no_grad()
     def update(self) -> None:

@@ -55,3 +55,8 @@ def grouped_product(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor | 
     if product.requires_grad:
         product.register_hook(Tensor.contiguous)  # a gradient that is expanded has no strides for the kernel
     return product
+
+
+def is_abstract(tensor: Tensor) -> bool:
+    """True for a tensor without values: on the meta device, or of a recording."""
+    return tensor.is_meta or type(tensor).__name__ == "FakeTensor"

@@ -287,7 +287,8 @@ def _sharded(
     if any(module.divides_experts for module in modules) and not dims.has_experts:
         raise ConfigError(
             "cf.ExpertParallel found no experts in the model: give a module that calls cf.dispatch the "
-            "attribute expert_parameters, names of its parameters [experts, ...]"
+            "attribute expert_parameters, names of its parameters [experts, ...], and list the layers "
+            "(list_layers=, or a list): experts of layers that are found by example= are not divided"
         )
     if dims.in_lockstep and not schedule.synchronous:
         raise ConfigError(
