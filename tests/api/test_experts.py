@@ -96,7 +96,8 @@ def test_a_balance_evens_out_tokens_and_counts_in_training_alone() -> None:
     balance.eval()
     balance(scores, 2)
     assert balance.tokens.sum() == 0
-    balance.train()
+    balance.train().to(torch.bfloat16)
+    assert balance.bias.dtype is torch.float32
     before = torch.bincount(balance(scores, 2).flatten(), minlength=4)
     assert balance.tokens.tolist() == before.tolist()
     assert before[0] > 350

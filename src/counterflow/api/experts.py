@@ -19,13 +19,14 @@ Sources: Lepikhin et al., GShard (arXiv 2006.16668); Gale et al., MegaBlocks (ar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function_unary
+from typing_extensions import override
 
 from ..common.tensors.dtensors import is_dtensor
 from ..errors import ConfigError
@@ -304,8 +305,8 @@ class TokenBalance(nn.Module):
         rate: step of the bias.
 
     Attributes:
-        bias: [experts], float32; its mean is 0.
-        tokens: [experts], float32: choices of each expert since the last update.
+        bias: [experts], float32, in whatever dtype the model is; its mean is 0.
+        tokens: [experts], int64: choices of each expert since the last update.
 
     Source: Wang et al., Auxiliary-Loss-Free Load Balancing (arXiv 2408.15664), algorithm 1.
 
@@ -326,7 +327,7 @@ class TokenBalance(nn.Module):
         super().__init__()
         self.rate = rate
         self.register_buffer("bias", torch.zeros(experts))
-        self.register_buffer("tokens", torch.zeros(experts))
+        self.register_buffer("tokens", torch.zeros(experts, dtype=torch.int64))
         sum_over_copies(self, "tokens")
 
     def forward(self, scores: Tensor, k: int) -> Tensor:
@@ -349,9 +350,18 @@ class TokenBalance(nn.Module):
         self.bias.zero_()
         self.tokens.zero_()
 
+    @override
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        bias = self.bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.bias.dtype is not torch.float32:  # steps of the bias are below the precision of bfloat16
+            self.bias = bias.to(self.bias.device)
+        return self
+
     @torch.no_grad()
     def update(self) -> None:
         """Move the bias by the tokens counted since the last update, and count anew."""
-        change = self.rate * (self.tokens.mean() - self.tokens).sign()
+        tokens = self.tokens.double()
+        change = (self.rate * (tokens.mean() - tokens).sign()).float()
         self.bias += change - change.mean()
         self.tokens.zero_()
