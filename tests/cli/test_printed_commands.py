@@ -64,6 +64,9 @@ ELSEWHERE = {
     "docs/hugging-face.md": ["pip install", "python make.py", "counterflow train tune.toml"],
     # by tests/runtime/mesh/cases.py, in four processes of its own
     "docs/more-dimensions.md": ["torchrun --nproc-per-node 4 train.py"],
+    # by tests/runtime/mesh/expert_cases.py and context_cases.py, which take their programs from the pages
+    "docs/experts.md": ["python experts.py", "torchrun --nproc-per-node 4 experts.py"],
+    "docs/long-contexts.md": ["python contexts.py", "torchrun --nproc-per-node 4 contexts.py"],
     # by tests/docs/test_transformers_trainer.py, which takes it from the page
     "docs/transformers-trainer.md": ["torchrun --standalone --nproc-per-node 2 tune.py"],
 }

@@ -164,7 +164,7 @@ def test_dropout_is_drawn_by_slice_whatever_the_schedule_and_recomputation() -> 
         ("llama-eager", "calls transformers' attention 'sdpa' 0 times, and slices need one call; load the"),
         ("gemma2", "calls transformers' attention 'sdpa' 0 times"),
         ("olmo-hybrid", "a OlmoHybridLinearAttentionDecoderLayer does not scan as Mamba's layers do"),
-        ("opt", r"layer 0 \(First\) of stage 0 makes something else of a whole sequence"),
+        ("opt", r"layer 0 \(FirstLayer\) of stage 0 makes something else of a whole sequence"),
     ],
 )
 def test_other_attention_is_refused(name: str, match: str) -> None:

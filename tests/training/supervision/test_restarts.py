@@ -419,7 +419,7 @@ def test_no_room_for_copies(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("counterflow.checkpoints.memory_file.Slot.write", full)
+    monkeypatch.setattr("counterflow.checkpoints.memory_file.MemoryFile.write", full)
     train("run", train__memory_every=1, train__steps=3)
     assert "has no room for copies of weights (No space left on device)" in caplog.text
 
