@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ..errors import ConfigError
-from .attention_parts import KeyPart, SavedKeys, head_of_group, merged, visible
+from .attention_parts import KeyPart, SavedKeys, head_of_group, key_part, merged, visible
 from .carry import Carry
 from .contexts import Context, chunks_of, gathered
 from .ring_attention import ring_attention
@@ -226,16 +226,13 @@ class _ByParts(torch.autograd.Function):
 
 def _parts(queries: Tensor, flat: Sequence[Tensor | None], window: int | None) -> list[tuple[int, KeyPart]]:
     lefts: list[Any] = [flat[place : place + 4] for place in range(0, len(flat), 4)]
-    positions, documents = queries.shape[2], lefts[-1][2]
+    documents = lefts[-1][2]
     start = sum(key.shape[2] for key, *_ in lefts[:-1])
     parts, first = [], 0
     for number, saved in enumerate(lefts):
-        key, value, _, seen = saved
-        count, is_own = key.shape[2], number == len(lefts) - 1
-        inside = window is None or start + positions - window <= first
-        if inside or first + count - 1 > start - window:
-            unmasked = inside and documents is None and seen is None
-            mask = None if unmasked else visible(queries, start, first, saved, documents, window)
-            parts.append((4 * number, KeyPart(key, value, is_own, mask)))
-        first += count
+        is_last = number == len(lefts) - 1
+        part = key_part(queries, start, first, saved, documents, window, causal=is_last)
+        if part is not None:
+            parts.append((4 * number, part))
+        first += saved[0].shape[2]
     return parts

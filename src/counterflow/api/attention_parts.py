@@ -92,6 +92,36 @@ class KeyPart(NamedTuple):
         return scores if mask is None else scores.masked_fill(~mask, -math.inf)
 
 
+def key_part(  # noqa: PLR0917
+    queries: Tensor,
+    start: int,
+    first: int,
+    saved: SavedKeys,
+    documents: Tensor | None,
+    window: int | None,
+    *,
+    causal: bool,
+) -> KeyPart | None:
+    """Keys from position ``first`` on as queries from ``start`` on see them; None: beyond their window.
+
+    Args:
+        queries: [samples, heads, positions, width].
+        start: position of the first query in the sequence.
+        first: position of the first key.
+        saved: the keys, with their values, documents and what is seen.
+        documents: [samples, positions], numbers of the queries' documents.
+        window: number of positions that a position sees.
+        causal: True for the keys of the queries' own positions.
+    """
+    key, value, _, seen = saved
+    inside = window is None or start + queries.shape[2] - window <= first
+    if window is not None and not inside and first + key.shape[2] - 1 <= start - window:
+        return None
+    unmasked = inside and documents is None and seen is None
+    mask = None if unmasked else visible(queries, start, first, saved, documents, window)
+    return KeyPart(key, value, causal, mask)
+
+
 def head_of_group(tensor: Tensor, group: int, groups: int) -> Tensor:
     """One head of each group that shares a key head: [samples, key heads, ...]."""
     return tensor if groups == 1 else tensor.unflatten(1, (-1, groups))[:, :, group]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .attention_parts import KeyPart, head_of_group, merged, visible
+from .attention_parts import KeyPart, head_of_group, key_part, merged
 from .contexts import Context, Share, chunks_of
 
 
@@ -63,27 +63,26 @@ class _Ring(NamedTuple):
     ) -> Iterator[tuple[int, int, KeyPart]]:
         """Visible chunks of keys at a position: (number of the chunk of queries, of that of keys, part)."""
         count, length = self.context.share.count, queries.shape[2] // 2
-        chunks = chunks_of(Share(number, count))
         for place, chunk_of_queries in enumerate(chunks_of(self.context.share)):
-            for key_place, chunk in enumerate(chunks):
-                start, first = chunk_of_queries * length, chunk * length
-                if chunk > chunk_of_queries or (
-                    self.window is not None and first + length - 1 <= start - self.window
-                ):
+            start = chunk_of_queries * length
+            queries_of_chunk = queries[:, :, place * length : (place + 1) * length]
+            documents = self._of_chunk(self.documents, start, length)
+            for key_place, chunk in enumerate(chunks_of(Share(number, count))):
+                if chunk > chunk_of_queries:
                     continue
-                at = slice(key_place * length, (key_place + 1) * length)
-                of_keys, of_queries = slice(first, first + length), slice(start, start + length)
-                key, value = keys[:, :, at], values[:, :, at]
-                mask = None
-                inside = self.window is None or start + length - self.window <= first
-                if not inside or self.documents is not None or self.seen is not None:
-                    known = self.documents, self.seen
-                    documents, seen = (None if t is None else t[:, of_keys] for t in known)
-                    own_documents = None if self.documents is None else self.documents[:, of_queries]
-                    part_queries = queries[:, :, place * length : (place + 1) * length]
-                    saved = key, value, documents, seen
-                    mask = visible(part_queries, start, first, saved, own_documents, self.window)
-                yield place, key_place, KeyPart(key, value, chunk == chunk_of_queries, mask)
+                first, at = chunk * length, slice(key_place * length, (key_place + 1) * length)
+                texts = self._of_chunk(self.documents, first, length)
+                saved = keys[:, :, at], values[:, :, at], texts, self._of_chunk(self.seen, first, length)
+                part = key_part(
+                    queries_of_chunk, start, first, saved, documents, self.window,
+                    causal=chunk == chunk_of_queries,
+                )  # fmt: skip
+                if part is not None:
+                    yield place, key_place, part
+
+    @staticmethod
+    def _of_chunk(mask: Tensor | None, first: int, length: int) -> Tensor | None:
+        return None if mask is None else mask[:, first : first + length]
 
     def exchange(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Send tensors to the next position, and receive those of the one before."""
@@ -156,5 +155,5 @@ class _RingAttention(torch.autograd.Function):
                     of_keys[:, :, key_at] += key
                     of_values[:, :, key_at] += value
             # Their gradients go on with keys and values, and are at home after the last exchange.
-            around = ring.exchange(around)
-        return None, of_queries, around[2], around[3]
+            around = ring.exchange(around if step < count - 1 else around[2:])
+        return None, of_queries, *around

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
 
 from counterflow.api.carry import Carry
 from counterflow.api.contexts import Context, Share
-from counterflow.common.tensors.torch_private import flattened
-from counterflow.errors import ConfigError
 
+from .mesh_function import MeshFunction
 from .parallel import StageModule
 
 
-class ContextParallel:
+class ContextParallel(MeshFunction):
     """Function for ``parallelize=`` that shares sequences over a dimension of the mesh.
 
     Each position is given the head and the tail of its samples' sequences, by ``cf.share_sequence``. Layers
@@ -41,15 +40,12 @@ class ContextParallel:
     def __init__(
         self, dim: str = "cp", *, ring: bool = False, fully_shard: tuple[str, ...] | str = (), **options: Any
     ) -> None:
-        self.dim, self.ring = dim, ring
-        self.fully_shard = (fully_shard,) if isinstance(fully_shard, str) else tuple(fully_shard)
-        self.options = options
+        super().__init__(dim, fully_shard, options)
+        self.ring = ring
 
-    def __repr__(self) -> str:
-        """Constructor call."""
-        ring = ", ring=True" if self.ring else ""
-        shards = f", fully_shard={self.fully_shard}" if self.fully_shard else ""
-        return f"{type(self).__name__}({self.dim!r}{ring}{shards})"
+    @override
+    def _flags(self) -> list[str]:
+        return ["ring=True"] if self.ring else []
 
     def __call__(self, stage: StageModule, mesh: DeviceMesh) -> None:
         """Share the sequences of a stage, and shard its weights if that was asked for.
@@ -61,24 +57,10 @@ class ContextParallel:
         Raises:
             ConfigError: the mesh has no such dimension.
         """
-        names = mesh.mesh_dim_names or ()
-        for name in (self.dim, *self.fully_shard):
-            if name not in names:
-                raise ConfigError(
-                    f"{self!r}: the mesh has no dimension {name!r} after (replica, worker), but "
-                    f"{', '.join(names)}"
-                )
+        self._refuse_unknown_dims(mesh)
         part = mesh[self.dim]
-        group = part.get_group()
-        share = Share(part.get_local_rank(), part.size())
-        stage.context = Context(share, group, ring=self.ring)
-        stage.context_ranks = tuple(dist.get_process_group_ranks(group))
+        stage.context = Context(Share(part.get_local_rank(), part.size()), part.get_group(), ring=self.ring)
         for module in stage.modules():
             if isinstance(module, Carry):
                 module.context = stage.context
-        if self.fully_shard:
-            from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - see dtensors.py
-
-            shard_mesh = flattened(mesh, self.fully_shard)
-            for module in (*stage, stage):
-                fully_shard(module, mesh=shard_mesh, **self.options)
+        self._shard_weights(stage, mesh)

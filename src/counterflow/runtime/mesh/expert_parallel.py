@@ -21,13 +21,14 @@ from counterflow.api.experts import combine, dispatch, expert_group, joined, loc
 from counterflow.common.tensors.torch_private import flattened, parameters_of, shard_placements
 from counterflow.errors import ConfigError
 
+from .mesh_function import MeshFunction
 from .parallel import ExpertWeight, StageModule
 
 EXPERT_PARAMETERS = "expert_parameters"
 """Attribute of a module that dispatches tokens itself: names of its own parameters [experts, ...]."""
 
 
-class ExpertParallel:
+class ExpertParallel(MeshFunction):
     """Function for ``parallelize=`` that divides the experts of a stage over a dimension of the mesh.
 
     Experts are found in two kinds of module:
@@ -53,14 +54,7 @@ class ExpertParallel:
     """
 
     def __init__(self, dim: str = "ep", *, fully_shard: tuple[str, ...] | str = (), **options: Any) -> None:
-        self.dim = dim
-        self.fully_shard = (fully_shard,) if isinstance(fully_shard, str) else tuple(fully_shard)
-        self.options = options
-
-    def __repr__(self) -> str:
-        """Constructor call."""
-        shards = f", fully_shard={self.fully_shard}" if self.fully_shard else ""
-        return f"{type(self).__name__}({self.dim!r}{shards})"
+        super().__init__(dim, fully_shard, options)
 
     def __call__(self, stage: StageModule, mesh: DeviceMesh) -> None:
         """Divide the experts of a stage, and shard the rest if that was asked for.
@@ -72,33 +66,21 @@ class ExpertParallel:
         Raises:
             ConfigError: the mesh has no such dimension, or experts cannot be divided over it.
         """
-        names = mesh.mesh_dim_names or ()
-        for name in (self.dim, *self.fully_shard):
-            if name not in names:
-                raise ConfigError(
-                    f"{self!r}: the mesh has no dimension {name!r} after (replica, worker), but "
-                    f"{', '.join(names)}"
-                )
+        self._refuse_unknown_dims(mesh)
         stage.divides_experts = True
         for module, parameters in [*expert_modules(stage)]:
             _divide(stage, module, parameters, mesh[self.dim])
-        if self.fully_shard:
-            self._shard(stage, mesh)
+        self._shard_weights(stage, mesh, **self._expert_options(stage, mesh))
 
-    def _shard(self, stage: StageModule, mesh: DeviceMesh) -> None:
-        from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - see dtensors.py
-
+    def _expert_options(self, stage: StageModule, mesh: DeviceMesh) -> dict[str, Any]:
         experts = {module.get_parameter(name) for module, name, _ in stage.expert_weights}
-        options, rest = self.options, tuple(name for name in self.fully_shard if name != self.dim)
-        if rest and rest != self.fully_shard:  # else experts are sharded as the other weights are
-            part = flattened(mesh, rest)
-            place = partial(_placement, experts, part.size(), shard_placements(part))
-            options = {**options, "shard_placement_fn": place}
-        elif experts and not rest:
-            options = {**options, "ignored_params": experts}
-        shard_mesh = flattened(mesh, self.fully_shard)
-        for module in (*stage, stage):
-            fully_shard(module, mesh=shard_mesh, **options)
+        rest = tuple(name for name in self.fully_shard if name != self.dim)
+        if not experts or rest == self.fully_shard:  # experts are sharded as the other weights are
+            return {}
+        if not rest:
+            return {"ignored_params": experts}
+        part = flattened(mesh, rest)
+        return {"shard_placement_fn": partial(_placement, experts, part.size(), shard_placements(part))}
 
 
 def _placement(

@@ -59,7 +59,6 @@ class StageModule(nn.Module, StageWrapper):
         expert_weights: weights of which positions have other experts each.
         divides_experts: True if its experts, if it has any, are divided.
         context: positions that share its sequences; None: it is given whole ones.
-        context_ranks: their ranks.
     """
 
     sums_each_backward = False
@@ -72,7 +71,6 @@ class StageModule(nn.Module, StageWrapper):
         self.expert_weights: list[ExpertWeight] = []
         self.divides_experts = False
         self.context: Context | None = None
-        self.context_ranks: tuple[int, ...] = ()
         for layer in layers:
             self.add_module(str(layer.index), layer.module)
 
@@ -205,7 +203,8 @@ def context_dims(stages: Sequence[StageModule], mesh: RankMesh) -> frozenset[int
     Raises:
         ConfigError: some of the stages share them, and others do not.
     """
-    dims = {mesh.varying(stage.context_ranks) if stage.context_ranks else frozenset() for stage in stages}
+    groups = [() if s.context is None else dist.get_process_group_ranks(s.context.group) for s in stages]
+    dims = {mesh.varying(ranks) if ranks else frozenset() for ranks in groups}
     if len(dims) > 1:
         raise ConfigError(
             "some stages share sequences and others do not; call cf.ContextParallel in parallelize() for each"

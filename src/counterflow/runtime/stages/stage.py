@@ -107,6 +107,9 @@ class LocalStage:
         """Wrapper of layers that are given shares of sequences."""
         self.entry = InputGuard()
         self.buffers = Buffers(layer.module for layer in self.with_weights)
+        places = self.buffers.places
+        self.balances = [m for m, name in places if name == "bias" and isinstance(m, TokenBalance)]
+        """Biases of routers, which are moved after an update."""
         direct, first = streams.device.type == "cpu", self.layers[0].index
         self.split_planner = SplitBackwardPlanner(stage, self.constant, direct=direct, first=first)
         """Planner of split backwards."""
@@ -229,12 +232,6 @@ class LocalStage:
     def has_skips(self) -> bool:
         """True if values go around the layers, by skip connections or from slice to slice."""
         return self.skips is not None
-
-    @property
-    def balances(self) -> list[TokenBalance]:
-        """Biases of routers, which are moved after an update."""
-        modules = {module for module, _ in self.buffers.places if isinstance(module, TokenBalance)}
-        return [module for module, name in self.buffers.places if name == "bias" and module in modules]
 
     @property
     def deferred(self) -> list[Deferred]:
