@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import operator
+import runpy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,3 +55,29 @@ def run(
 ) -> list[Any]:
     """Results of a function on threads whose sends wait for their receives."""
     return launch(work, *args, workers=workers, transport=transport, timeout_seconds=timeout_seconds)
+
+
+class FileFunction:
+    """A function of a file, which other processes find by the path.
+
+    Args:
+        file: the file.
+        name: name of the function.
+    """
+
+    def __init__(self, file: Path, name: str) -> None:
+        self._file, self._name = file, name
+
+    def __reduce__(self) -> Any:
+        return operator.getitem, (_FileNames(self._file), self._name)
+
+    def __call__(self) -> None:
+        """As it is read from a pickle, it is the function itself."""
+
+
+class _FileNames:
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __reduce__(self) -> Any:
+        return runpy.run_path, (str(self._file),)

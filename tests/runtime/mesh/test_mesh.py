@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-import runpy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,26 +12,28 @@ from torch import nn
 
 import counterflow as cf
 
+from ...kit import FileFunction
+
 
 @pytest.mark.parametrize("processes", ["four", "eight"])
 def test_sharded_stages_give_the_numbers_of_one_process(processes: str) -> None:
     """All cases in the same processes: it is their start that takes long."""
-    cf.launch(Cases(processes), workers={"four": 4, "eight": 8}[processes], timeout_seconds=60, threads=1)
+    cf.launch(cases_of(processes), workers={"four": 4, "eight": 8}[processes], timeout_seconds=60, threads=1)
 
 
 def test_fsdp_sums_gradients_once_a_step() -> None:
-    cf.launch(Cases("four", "one_sum.py"), workers=4, timeout_seconds=60, threads=1)
+    cf.launch(cases_of("four", "one_sum.py"), workers=4, timeout_seconds=60, threads=1)
 
 
 def test_experts_give_the_numbers_of_one_process() -> None:
-    cf.launch(Cases("four", "expert_cases.py"), workers=4, timeout_seconds=60, threads=1)
+    cf.launch(cases_of("four", "expert_cases.py"), workers=4, timeout_seconds=60, threads=1)
 
 
 @pytest.mark.parametrize("processes", ["four", "eight"])
 def test_shared_sequences_give_the_numbers_of_one_process(processes: str) -> None:
     """With eight processes experts are divided as well, beside shared sequences or tensor parallelism."""
     workers = {"four": 4, "eight": 8}[processes]
-    cf.launch(Cases(processes, "context_cases.py"), workers=workers, timeout_seconds=60, threads=1)
+    cf.launch(cases_of(processes, "context_cases.py"), workers=workers, timeout_seconds=60, threads=1)
 
 
 @pytest.mark.parametrize(
@@ -46,28 +46,12 @@ def test_shared_sequences_give_the_numbers_of_one_process(processes: str) -> Non
 )
 def test_what_shared_sequences_cannot_have_is_refused(case: str, words: str) -> None:
     with pytest.raises(cf.ConfigError, match=words):
-        cf.launch(Cases(case, "context_cases.py"), workers=4, timeout_seconds=60, threads=1)
+        cf.launch(cases_of(case, "context_cases.py"), workers=4, timeout_seconds=60, threads=1)
 
 
-class Cases:
-    """A function of cases.py, or of another file here, which other processes find by the path."""
-
-    def __init__(self, name: str, file: str = "cases.py") -> None:
-        self.name, self.file = name, file
-
-    def __reduce__(self) -> Any:
-        return operator.getitem, (_File(self.file), self.name)
-
-    def __call__(self) -> None:
-        """As it is read from a pickle, it is the function itself."""
-
-
-class _File:
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __reduce__(self) -> Any:
-        return runpy.run_path, (str(Path(__file__).with_name(self.name)),)
+def cases_of(name: str, file: str = "cases.py") -> FileFunction:
+    """A function of cases.py, or of another file here."""
+    return FileFunction(Path(__file__).with_name(file), name)
 
 
 def test_without_further_dimensions_there_is_nothing_to_shard() -> None:
