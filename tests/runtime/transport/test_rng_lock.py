@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from counterflow import Pipeline, launch, schemes
+from counterflow.runtime.stages.randomness import RandomStreams
 from counterflow.runtime.transport import rng_lock
+from counterflow.runtime.transport.base import TimedOut
 
 from ...kit import sgd
 
@@ -103,3 +105,10 @@ def test_a_worker_that_fails_gives_its_turn_back() -> None:
     with pytest.raises(Exception, match="broken"):
         launch(fails, workers=2, transport="local")
     assert not rng_lock.process_lock.locked()
+
+
+def test_a_thread_that_keeps_the_generators_is_named() -> None:
+    streams = RandomStreams(0, torch.device("cpu"), shared=True, timeout_seconds=0.01)
+    with rng_lock.process_lock, pytest.raises(TimedOut, match="kept the random generators") as error:
+        streams.turn().__enter__()
+    assert "within 0.01 s" in str(error.value)

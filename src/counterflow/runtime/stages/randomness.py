@@ -38,6 +38,8 @@ _UPDATES = {"optimizer": -1, "hooks": -2}
 _STEPS = 16
 """Steps of which the base of the seeds is remembered: asynchronous schemes use those of several."""
 
+_KEPT = "another worker's thread kept the random generators, and did not give them back"
+
 
 class RandomStreams(StageWrapper):
     """The streams of one run.
@@ -209,7 +211,7 @@ class RandomStreams(StageWrapper):
             return
         synchronize_stream()
         if not process_lock.acquire(timeout=self.timeout_seconds):
-            raise TimedOut(None, self.timeout_seconds)
+            raise TimedOut(None, self.timeout_seconds, _KEPT)
         self._has_turn = True
         try:
             yield

@@ -49,8 +49,8 @@ class PeerReturned(PeerLost):
 class TimedOut(Exception):  # noqa: N818 - internal: the interpreter turns it into a WorkerError
     """A wait that exceeded the timeout."""
 
-    def __init__(self, rank: int | None, seconds: float) -> None:
-        super().__init__(f"nothing came within {seconds:g} s")
+    def __init__(self, rank: int | None, seconds: float, message: str = "nothing came") -> None:
+        super().__init__(f"{message} within {seconds:g} s")
         self.rank = rank
 
 
