@@ -22,8 +22,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from counterflow.papers.figures.figure_changes import half_rates
+from counterflow.planning.inputs.layer_parts import Division
 from counterflow.planning.inputs.model import Model
-from counterflow.planning.inputs.profile import Division, LayerProfile, Profile
+from counterflow.planning.inputs.profile import LayerProfile, Profile
 from counterflow.schedule.op import B, F
 
 MIB = 2**20

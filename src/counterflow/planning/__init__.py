@@ -6,8 +6,9 @@ from .cost.device_placement import Arrangement
 from .cost.memory import WorkerMemory
 from .cost.stages import Cutting
 from .inputs.cluster import AllReduce, Cluster, Link, NodeKind
+from .inputs.layer_parts import Contexts, Division, Experts
 from .inputs.model import LayerSkip, LayerTie, Model
-from .inputs.profile import Division, LayerProfile, Profile
+from .inputs.profile import LayerProfile, Profile
 from .predict import Predictor, predict
 from .prediction import Configuration, Parts, Prediction
 
@@ -16,8 +17,10 @@ __all__ = [
     "Arrangement",
     "Cluster",
     "Configuration",
+    "Contexts",
     "Cutting",
     "Division",
+    "Experts",
     "LayerProfile",
     "LayerSkip",
     "LayerTie",

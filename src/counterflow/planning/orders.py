@@ -30,6 +30,7 @@ from counterflow.simulation import Costs
 from counterflow.synthesis import Objective, Synthesis, lower_bound, problem_of, synthesize
 from counterflow.synthesis.compute import START, one_by_one
 
+from .cost.degrees import Degrees
 from .cost.device_placement import network
 from .cost.stages import Cutting
 from .play import Play
@@ -206,7 +207,7 @@ class _OrderSearch:
         self._moves, self._progress = moves, progress
         self._best = result.best[0]
         self._computed: list[Computed] = []
-        self._predictors: dict[int, Predictor] = {}
+        self._predictors: dict[Degrees, Predictor] = {}
         self._omissions: list[Omission] = []
 
     def run(self) -> Orders:
@@ -287,11 +288,12 @@ class _OrderSearch:
 
     def _predictor(self, play: Play) -> Predictor:
         inputs = play.inputs
-        if inputs.degree not in self._predictors:
-            self._predictors[inputs.degree] = Predictor(
-                inputs.model, inputs.undivided, inputs.devices, tensor_parallel=inputs.degree
+        degrees = inputs.degrees
+        if degrees not in self._predictors:
+            self._predictors[degrees] = Predictor(
+                inputs.whole_model, inputs.undivided, inputs.devices, degrees=degrees
             )
-        return self._predictors[inputs.degree]
+        return self._predictors[degrees]
 
     def _omit(self, job: _Job, reason: str) -> None:
         self._omissions.append(Omission(str(job), reason))

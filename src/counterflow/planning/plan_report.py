@@ -70,6 +70,15 @@ class ConfigurationShown(Part):
     tensor_parallel: Annotated[
         int, chosen("tensor-parallel degree: devices that share the work of every layer", "tensor_parallel")
     ]
+    context_parallel: Annotated[
+        int, chosen("degree of contexts: devices that share each sequence", "context_parallel")
+    ]
+    expert_parallel: Annotated[
+        int, chosen("degree of experts: devices that share the experts of a layer", "expert_parallel")
+    ]
+    dp_shard: Annotated[
+        int, chosen("devices of a worker with samples of their own, which shard weights", "dp_shard")
+    ]
 
 
 class MemoryShown(Part):
@@ -131,7 +140,7 @@ class PlanShown(PredictionShown):
     mesh: Annotated[
         list[list[list[int]]] | None,
         predicted(
-            "devices by replica, worker and tensor-parallel rank, for DeviceMesh; null: not tensor-parallel",
+            "devices by replica, worker and position (dp_shard, cp, tp), for DeviceMesh; null: one a worker",
             "mesh",
         ),
     ]

@@ -32,9 +32,9 @@ from .cost.memory import (
     together,
     walked,
 )
+from .cost.positions import Inputs
 from .cost.sharded_state import ShardedState, ShardedStates
 from .cost.stages import StageCosts
-from .cost.tensor_parallel import Inputs
 from .prediction import Configuration, Parts, Prediction
 from .timing import Timing
 
@@ -100,7 +100,7 @@ class Play:
             ties=tuple((stages, self.allreduce_scale * seconds) for stages, seconds in self._ties),
             sync_slowdown=cluster.sync_slowdown,
             recompute_ahead=self.schedule.workload.recomputes,
-            replicas=self.configuration.replicas,
+            replicas=self.configuration.replicas * self.inputs.degrees.shards,
             recompute=recompute,
             memory=memory,
         )
@@ -159,7 +159,8 @@ class Play:
     @property
     def update_samples(self) -> int:
         """Samples of all replicas between two updates."""
-        return self.configuration.replicas * self.schedule.micro_batches * self.configuration.samples
+        chosen = self.configuration
+        return chosen.replicas * chosen.dp_shard * self.schedule.micro_batches * chosen.samples
 
     @cached_property
     def updates(self) -> float:
@@ -198,10 +199,10 @@ class Play:
             return 0.0
         work = self.timing.work
         if self.network.cores:
-            degree = self.inputs.degree
+            degree = self.inputs.degrees.positions
             return max(degree * sum(work[w] for w in on) / cores for on, cores in self.network.cores)
         assert cluster.cores is not None
-        devices = self.configuration.replicas * self.inputs.degree
+        devices = self.configuration.replicas * self.inputs.degrees.positions
         return sum(work) * devices / (cluster.cores * cluster.nodes)
 
     @cached_property
@@ -330,11 +331,12 @@ class Play:
         )
 
     def _mesh(self) -> list[list[list[int]]] | None:
-        """Devices by replica, worker and position; None without tensor parallelism."""
+        """Devices by replica, worker and position; None if a worker has one."""
         chosen = self.configuration
-        if chosen.tensor_parallel == 1:
+        positions = chosen.degrees.positions
+        if positions == 1:
             return None
-        where = self.schedule.placement, chosen.replicas, chosen.arrangement, chosen.tensor_parallel
+        where = self.schedule.placement, chosen.replicas, chosen.arrangement, positions
         device_mesh = mesh(*where, cluster=self.inputs.cluster, nodes=chosen.nodes)
         return [list(map(list, replica)) for replica in device_mesh]
 
@@ -386,10 +388,12 @@ def _scaled(table: tuple[tuple[float, ...], ...], scale: float) -> tuple[tuple[f
 
 
 def sync_seconds(stages: StageCosts, links: Network) -> tuple[float, ...]:
-    """Seconds of each stage's all-reduce alone."""
+    """Seconds of each stage's all-reduce alone, after the sum over the positions of a worker."""
     return tuple(
-        summed.seconds(size) if links.copies > 1 and size else 0.0
-        for summed, size in zip(links.allreduce, stages.synced, strict=True)
+        (summed.seconds(size) if links.copies > 1 and size else 0.0) + of_positions
+        for summed, size, of_positions in zip(
+            links.allreduce, stages.synced, stages.position_sums, strict=True
+        )
     )
 
 

@@ -20,10 +20,11 @@ from counterflow.schedule.modes import Recompute
 from counterflow.schedule.placement import Placement
 from counterflow.simulation.periods import whole_periods
 
+from .cost.degrees import Degrees
 from .cost.device_placement import Network, network
+from .cost.positions import Inputs
 from .cost.sharded_state import ShardedStates
 from .cost.stages import Cuts, Cutting, StageCosts, cut, stage_costs
-from .cost.tensor_parallel import Inputs
 from .inputs.cluster import Cluster
 from .inputs.model import Model
 from .inputs.profile import Profile
@@ -37,6 +38,8 @@ for.
 """
 
 _KEPT_SCHEDULES = 8
+
+_ONE_POSITION = Degrees()
 
 
 def predict(
@@ -76,45 +79,45 @@ def predict(
 class Predictor:
     """Predicts many configurations of one model on one cluster; schedules and stage costs are cached."""
 
-    def __init__(self, model: Model, profile: Profile, cluster: Cluster, *, tensor_parallel: int = 1) -> None:
-        self.inputs = Inputs.at(model, profile, cluster, tensor_parallel)
-        self._by_degree = {tensor_parallel: self}
-        self.model, self.profile, self.cluster = model, self.inputs.profile, self.inputs.cluster
+    def __init__(
+        self, model: Model, profile: Profile, cluster: Cluster, *, degrees: Degrees = _ONE_POSITION
+    ) -> None:
+        inputs = self.inputs = Inputs.at(model, profile, cluster, degrees)
+        self._by_degrees = {degrees: self}
+        self.model, self.profile, self.cluster = inputs.model, inputs.profile, inputs.cluster
         self._sums: dict[tuple[int, bool, bool], Any] = {}
         self.schedule = lru_cache(maxsize=_KEPT_SCHEDULES)(partial(_build, far=bool(model.skips)))
         """Schedule of a scheme and its options; an asynchronous one is long enough to reach its steady state.
         """
-        self.network = cache(partial(network, self.cluster))
+        self.network = cache(partial(network, self.cluster, summed=degrees.shards))
         """Cost of messages and all-reduces; see the function ``network``."""
-        self.sharded_states = ShardedStates(model, profile, self.cluster)
-        self._stage_costs = cache(partial(stage_costs, model, self.profile))
-        self._cut, self._balanced = cache(partial(cut, model, self.profile)), cache(self._balanced_cuts)
+        self.sharded_states = ShardedStates(self.model, profile, self.cluster)
+        self._stage_costs = cache(partial(stage_costs, self.model, self.profile))
+        self._cut, self._balanced = cache(partial(cut, self.model, self.profile)), cache(self._balanced_cuts)
         self._cuts = cache(self._cuts_of)
 
     def predict(self, configuration: Configuration, *, mini_batch: int | None = None) -> Prediction:
         """Predict a configuration; see the function of this name."""
         return self.play(configuration, mini_batch).prediction()
 
-    def at(self, tensor_parallel: int) -> Predictor:
-        """The predictor of one of T positions: its ``cluster`` consists of places, its ``profile`` of divided
-        layers.
+    def at(self, degrees: Degrees) -> Predictor:
+        """The predictor of one of a worker's positions: its ``cluster`` consists of places, its ``profile``
+        of divided layers.
 
         Raises:
-            ConfigError: T does not divide the layers or the devices of a node.
+            ConfigError: the degrees do not divide the layers or the devices.
         """
-        if tensor_parallel not in self._by_degree:
+        if degrees not in self._by_degrees:
             inputs = self.inputs
-            predictor = Predictor(
-                inputs.model, inputs.undivided, inputs.devices, tensor_parallel=tensor_parallel
-            )
-            self._by_degree[tensor_parallel] = predictor
-            predictor._by_degree = self._by_degree
-        return self._by_degree[tensor_parallel]
+            predictor = Predictor(inputs.whole_model, inputs.undivided, inputs.devices, degrees=degrees)
+            self._by_degrees[degrees] = predictor
+            predictor._by_degrees = self._by_degrees
+        return self._by_degrees[degrees]
 
     @property
-    def tensor_parallel(self) -> int:
-        """T, positions of tensor parallelism."""
-        return self.inputs.degree
+    def degrees(self) -> Degrees:
+        """Degrees of a worker's positions."""
+        return self.inputs.degrees
 
     def play(self, configuration: Configuration, mini_batch: int | None = None) -> Play:
         """The simulated configuration."""
@@ -127,17 +130,19 @@ class Predictor:
         self, configuration: Configuration, schedule: Schedule, mini_batch: int | None = None
     ) -> Play:
         """The configuration, simulated with this schedule instead of its scheme's."""
-        if configuration.tensor_parallel != self.tensor_parallel:
-            return self.at(configuration.tensor_parallel).play_order(configuration, schedule, mini_batch)
+        if configuration.degrees != self.degrees:
+            return self.at(configuration.degrees).play_order(configuration, schedule, mini_batch)
         needed = schedule.workers * configuration.replicas
         if needed > self.cluster.size:
-            degree = self.tensor_parallel
-            positions = f" · {degree} positions of tensor parallelism" if degree > 1 else ""
+            degree = self.degrees.positions
+            of = "of tensor parallelism" if degree == self.degrees.tensor_parallel else "of a worker"
+            positions = f" · {degree} positions {of}" if degree > 1 else ""
             raise ConfigError(
                 f"{schedule.workers} workers · {configuration.replicas} replicas{positions} need "
                 f"{needed * degree} devices, but cluster {self.cluster.name} has {self.inputs.devices.size}"
             )
         _require_flush(configuration, schedule, barrier=self.model.barrier)
+        _require_whole_updates(configuration, schedule)
         where = configuration.replicas, configuration.arrangement
         links = self.network(schedule.placement, *where, nodes=configuration.nodes)
         stages = self.stages(
@@ -231,10 +236,9 @@ def _require_flush(configuration: Configuration, schedule: Schedule, *, barrier:
     zero_stage = configuration.zero_stage
     if zero_stage not in (0, 1):
         raise ConfigError(f"zero_stage={zero_stage}: give 1 to shard optimiser state, or 0")
-    if zero_stage and configuration.tensor_parallel > 1:
+    if zero_stage and configuration.degrees.positions > 1:
         raise ConfigError(
-            f"zero_stage=1 cannot be combined with tensor_parallel={configuration.tensor_parallel}; give "
-            "only one of them"
+            f"zero_stage=1 cannot be combined with {configuration.degrees}; give only one of them"
         )
     if zero_stage and not (schedule.synchronous and barrier):
         why = "no barrier" if schedule.synchronous else f"no flush in {schedule.scheme}"
@@ -242,6 +246,20 @@ def _require_flush(configuration: Configuration, schedule: Schedule, *, barrier:
             "zero_stage=1: updated weights are sent when a step ends on all workers, which does not happen "
             f"with {why}; "
             "give 0"
+        )
+
+
+def _require_whole_updates(configuration: Configuration, schedule: Schedule) -> None:
+    if configuration.degrees.shards == 1:
+        return
+    if not schedule.synchronous:
+        raise ConfigError(
+            f"{schedule.scheme} with {configuration.degrees}: positions that share sequences, experts or "
+            "weights would meet other versions of them; choose a synchronous scheme"
+        )
+    if configuration.context_parallel > 1 and schedule.workload.slices > 1:
+        raise ConfigError(
+            f"{configuration.degrees}: sequences that positions share are not cut into slices; give slices=1"
         )
 
 

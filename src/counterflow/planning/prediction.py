@@ -12,6 +12,7 @@ from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.modes import Recompute, Sync
 from counterflow.schedule.scheme import DEPTH, OptionType
 
+from .cost.degrees import Degrees
 from .cost.device_placement import Arrangement
 from .cost.memory import WorkerMemory
 from .cost.stages import Cuts, Cutting
@@ -32,6 +33,9 @@ class Configuration:
         arrangement: which devices the workers are on.
         cuts: cuts of the layers.
         tensor_parallel: T, positions of tensor parallelism, each with a whole pipeline group.
+        context_parallel: C, positions that share the sequences of their samples.
+        expert_parallel: E, positions that share the experts of each layer.
+        dp_shard: S, positions with samples of their own that shard weights, each with ``samples``.
         nodes: the order of nodes of different kinds; empty: the cluster's order.
         zero_stage: 1: one of the holders of a weight keeps its optimiser state, updates it and sends it to
             the others.
@@ -48,6 +52,14 @@ class Configuration:
     tensor_parallel: int = 1
     nodes: Runs = ()
     zero_stage: int = 0
+    context_parallel: int = 1
+    expert_parallel: int = 1
+    dp_shard: int = 1
+
+    @property
+    def degrees(self) -> Degrees:
+        """Degrees of a worker's positions."""
+        return Degrees(self.tensor_parallel, self.context_parallel, self.expert_parallel, self.dp_shard)
 
     @classmethod
     def of(
@@ -102,7 +114,8 @@ class Prediction:
         usable_bytes: memory that a device can use.
         notes: caveats of the prediction.
         usable_by_worker: memory that each worker can use, if devices differ; otherwise empty.
-        mesh: devices by replica, worker and position, for a ``DeviceMesh``; None without tensor parallelism.
+        mesh: devices by replica, worker and position, the latter of (dp_shard, cp, tp), for a ``DeviceMesh``;
+            None if a worker has one.
     """
 
     configuration: Configuration
@@ -178,11 +191,18 @@ def choices(configuration: Configuration) -> str:
 
 def ranking(predictions: Iterable[Prediction]) -> str:
     """Predictions as an HTML table with one row each."""
+    predictions = list(predictions)
+    degrees = {"S": "dp_shard", "C": "context_parallel", "T": "tensor_parallel", "E": "expert_parallel"}
+    used = [
+        head
+        for head, name in degrees.items()
+        if head == "T" or any(getattr(one.configuration, name) > 1 for one in predictions)
+    ]
     heads = (
         "scheme",
         "D",
         "W",
-        "T",
+        *used,
         "B",
         "N",
         "recompute",
@@ -197,7 +217,8 @@ def ranking(predictions: Iterable[Prediction]) -> str:
         plan, peak = prediction.configuration, max(prediction.peak_bytes) / 2**30
         rows.append(
             (
-                *(plan.scheme, prediction.workers, plan.replicas, plan.tensor_parallel),
+                *(plan.scheme, prediction.workers, plan.replicas),
+                *(getattr(plan, degrees[head]) for head in used),
                 *(plan.samples, prediction.micro_batches),
                 *(plan.recompute.value, plan.sync.value, f"{prediction.step_seconds:.4g} s"),
                 *(f"{prediction.samples_per_second:.4g}", f"{prediction.bubble_ratio:.1%}"),

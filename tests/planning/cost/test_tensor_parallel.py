@@ -25,7 +25,8 @@ from counterflow.planning import (
     Profile,
     predict,
 )
-from counterflow.planning.cost.tensor_parallel import places, positioned
+from counterflow.planning.cost.degrees import Degrees, places
+from counterflow.planning.cost.positions import positioned
 from counterflow.planning.inputs.cluster import all_reduce
 from counterflow.planning.inputs.input_files import dumps, load_profile
 from counterflow.planning.search.bounds import common
@@ -97,7 +98,7 @@ def test_of_nodes_that_differ_the_slowest_links_count() -> None:
     kinds = NodeKind("quick", 1), NodeKind("slow", 1, inside=Link(0.5, 0.0))
     two = Cluster("c", 2, 2, 1e6, FREE, FREE, kinds=kinds)
     # Of two positions an all-reduce has two latencies; a block two of them in a forward.
-    assert positioned(MODEL, PROFILE, two, 2).layer("block").seconds(F, 1) == pytest.approx(
+    assert positioned(MODEL, PROFILE, two, Degrees(2)).layer("block").seconds(F, 1) == pytest.approx(
         0.375 + 2 * 2 * 0.5
     )
 
@@ -117,7 +118,7 @@ def test_positions_share_the_way_out_of_a_node() -> None:
 
 def test_split_backwards_sum_in_the_input_gradient() -> None:
     linked = replace(CLUSTER, allreduce_inside=Link(1.0, 0.0))
-    layer = positioned(MODEL, PROFILE, linked, 2).layer("block")
+    layer = positioned(MODEL, PROFILE, linked, Degrees(2)).layer("block")
     assert layer.seconds(B, 1) == pytest.approx(0.75 + 2 * 2)
     assert layer.seconds(I, 1) == pytest.approx(0.375 + 2 * 2)
     assert layer.seconds(W, 1) == pytest.approx(0.375)
@@ -126,7 +127,7 @@ def test_split_backwards_sum_in_the_input_gradient() -> None:
 def test_dividing_has_its_overhead_and_fewer_samples_their_curve() -> None:
     curved = replace(BLOCK, forward_seconds=(0.5, 0.6), backward_seconds=(1.0, 2.0))
     curved = replace(curved, tensor_parallel=Division(forward=1.0, overhead_seconds=0.25))
-    found = positioned(MODEL, replace(PROFILE, layers={"block": curved}), CLUSTER, 2).layer("block")
+    found = positioned(MODEL, replace(PROFILE, layers={"block": curved}), CLUSTER, Degrees(2)).layer("block")
     # Two samples take what one takes whole; one what half of one would: on the line of the first two.
     assert found.forward_seconds == pytest.approx((0.45 + 0.25, 0.5 + 0.25))
     assert found.backward_seconds == pytest.approx((1.25, 2.25))
@@ -166,7 +167,7 @@ def test_what_cannot_be_divided_is_refused(
     positions: int, profile: Profile, model: Model, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        Predictor(model, profile, CLUSTER).at(positions)
+        Predictor(model, profile, CLUSTER).at(Degrees(positions))
     with pytest.raises(ConfigError, match=message):
         search(model, profile, CLUSTER, 8, Constraints(tensor_parallel=(positions,)))
 
@@ -252,7 +253,7 @@ def candidates(draw: st.DrawFn) -> tuple[Cluster, Profile, Configuration]:
     positions = draw(st.sampled_from((2, 4)))
     profile = replace(PROFILE, layers=layers, op_overhead_seconds=overhead)
     wanted = Constraints(("dapple", "gpipe", "chimera", "zb-h1", "hanayo"), tensor_parallel=(positions,))
-    groups, _ = space(MODEL, places(cluster, positions), 16, wanted)
+    groups, _ = space(MODEL, places(cluster, Degrees(positions)), 16, wanted)
     group = draw(st.sampled_from(groups))
     return (
         cluster,

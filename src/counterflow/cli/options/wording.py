@@ -10,11 +10,13 @@ from counterflow.simulation.cost_texts import COSTS
 
 _SPELLED = {cost.field: name for name, cost in COSTS.items()} | {
     "depth": "workers",
+    "context_parallel": "contexts",
+    "expert_parallel": "experts",
     "micro_batch": "micro_batch_size",
     "memory_bytes": "memory",
 }
 """Flags by the names that the library uses."""
-_PLAN = ("mini_batch", "arrangement", "cuts", "option", "tensor_parallel")
+_PLAN = ("mini_batch", "arrangement", "cuts", "option", "tensor_parallel", "contexts", "experts", "shards")
 _ORDER = ("peak", "objective")
 _LAYOUT = ("layers", "mtp", "pp", "vpp")
 _COMMAND_NAMES = (*_SPELLED, *_PLAN, *_ORDER, *_LAYOUT)

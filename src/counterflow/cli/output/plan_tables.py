@@ -9,6 +9,7 @@ from rich.text import Text
 
 from counterflow.planning.by_length import slices_win_from
 from counterflow.planning.prediction import choices
+from counterflow.planning.search.degrees_tried import words
 from counterflow.planning.search.node_orders import in_words
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.scheme import SLICES
@@ -96,11 +97,17 @@ def _room(plans: Sequence[Plan], *, with_arrangement: bool) -> int:
     """Columns that the whole ranking takes; narrower terminals omit columns that the best plan's line
     repeats.
     """
-    return (132 if with_arrangement else 114) + (4 if _divided(plans) else 0)
+    return (132 if with_arrangement else 114) + 4 * len(_degrees(plans))
 
 
-def _divided(plans: Sequence[Plan]) -> bool:
-    return any(plan.play.configuration.tensor_parallel > 1 for plan in plans)
+_DEGREES = {"S": "dp_shard", "C": "context_parallel", "T": "tensor_parallel", "E": "expert_parallel"}
+"""Columns of degrees, by their heads."""
+
+
+def _degrees(plans: Sequence[Plan]) -> list[str]:
+    """Heads of the columns of degrees that some plan has."""
+    chosen = [plan.play.configuration for plan in plans]
+    return [head for head, name in _DEGREES.items() if any(getattr(plan, name) > 1 for plan in chosen)]
 
 
 def _ranking(plans: Sequence[Plan], *, width: int, with_arrangement: bool) -> Any:
@@ -112,7 +119,10 @@ def _ranking(plans: Sequence[Plan], *, width: int, with_arrangement: bool) -> An
         ),
         "D": lambda p: str(p.workers),
         "W": lambda p: str(p.configuration.replicas),
+        "S": lambda p: str(p.configuration.dp_shard),
+        "C": lambda p: str(p.configuration.context_parallel),
         "T": lambda p: str(p.configuration.tensor_parallel),
+        "E": lambda p: str(p.configuration.expert_parallel),
         "B": lambda p: str(p.configuration.samples),
         "N": lambda p: str(p.micro_batches),
         "recompute": lambda p: p.configuration.recompute.value,
@@ -123,8 +133,8 @@ def _ranking(plans: Sequence[Plan], *, width: int, with_arrangement: bool) -> An
         "bubbles": lambda p: f"{p.bubble_ratio:.1%}",
         "peak memory": lambda p: byte_size(max(p.peak_bytes)),
     }
-    if not _divided(plans):
-        del cells["T"]
+    for head in _DEGREES.keys() - _degrees(plans):
+        del cells[head]
     if not (is_complete and with_arrangement):
         del cells["devices"]
     if not is_complete:
@@ -144,7 +154,7 @@ _TELLING = 0.001
 def _of_best(plan_found: Plan) -> Iterator[str]:
     best = plan_found.play.prediction()
     plan = best.configuration
-    divided = f"tensor parallelism over {plan.tensor_parallel}, " if plan.tensor_parallel > 1 else ""
+    divided = "".join(f"{text}, " for text in words(plan.degrees))
     yield (
         f"Best plan: {best.schedule}, {plan.replicas} replica{'s' if plan.replicas > 1 else ''}, {divided}"
         f"micro-batches of {plan.samples}, recompute {plan.recompute.value}, sync {plan.sync.value}, devices "
@@ -172,9 +182,10 @@ def _of_best(plan_found: Plan) -> Iterator[str]:
     if plan_found.layout is not None:
         yield f"  layout                  {plan_found.layout}"
     if (devices := best.mesh) is not None:
-        count = best.workers * plan.replicas * plan.tensor_parallel
+        count = best.workers * plan.replicas * plan.degrees.positions
         parts_text = str(devices) if count <= _MESH_TOLD else f"of {count} devices: see --json"
-        yield f"  mesh                    {parts_text} (replica, worker, tp)"
+        position = "·".join(name for name in plan.degrees.by_name if name != "ep")
+        yield f"  mesh                    {parts_text} (replica, worker, {position})"
     for text in best.notes:
         yield f"  note                    {text}"
 
@@ -311,9 +322,14 @@ def _parts(parts: Parts) -> str:
 
 def _short(prediction: Prediction) -> str:
     plan = prediction.configuration
-    divided = f"T={plan.tensor_parallel}, " if plan.tensor_parallel > 1 else ""
+    divided = _divided(plan)
     name = f"data parallelism by {plan.scheme}" if _is_data_parallel(prediction) else plan.scheme
     return f"{name} (D={prediction.workers}, W={plan.replicas}, {divided}{_rest(plan)})"
+
+
+def _divided(plan: Configuration) -> str:
+    degrees = ((head, getattr(plan, name)) for head, name in _DEGREES.items())
+    return "".join(f"{head}={degree}, " for head, degree in degrees if degree > 1)
 
 
 def _is_data_parallel(prediction: Prediction) -> bool:
@@ -343,9 +359,8 @@ def _rejected(result: SearchResult) -> Any:
             plan = closest.candidate
             options = dict(plan.options)
             workers = options.get("stages", options.get("workers"))
-            divided = f"T={plan.tensor_parallel}, " if plan.tensor_parallel > 1 else ""
             shown = (
-                f"D={workers}, {divided}{_rest(plan)}: "
+                f"D={workers}, {_divided(plan)}{_rest(plan)}: "
                 f"worker {closest.worker} needs at least {byte_size(closest.needed_bytes)} "
                 f"of {byte_size(closest.usable_bytes)}"
             )

@@ -77,13 +77,13 @@ def mesh(
     cluster: Cluster | None = None,
     nodes: Runs = (),
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """``mesh[replica][worker][position]``: the device; positions of tensor parallelism are adjacent.
+    """``mesh[replica][worker][position]``: the device; positions of a worker are adjacent.
 
     Args:
         placement: which worker holds which stage.
         replicas: copies of the whole pipeline group.
         arrangement: the workers that are adjacent.
-        positions: T; ``cluster`` has one place for each T devices.
+        positions: P; ``cluster`` has one place for each P devices.
         cluster: the cluster; required with ``nodes``.
         nodes: the order of the nodes.
 
@@ -145,7 +145,7 @@ class Network:
         allreduce: all-reduce of each stage.
         crossed: for each stage, the nodes whose single way out its all-reduce shares with others; empty if
             none.
-        copies: number of copies of each stage that are summed.
+        copies: number of copies of each stage that are summed, at all positions.
         broadcasts: broadcasts of each stage's weights from one holder to all others.
         slowness: factor by which each worker's ops are slower than in the profile, on the slowest of its
             devices over all replicas; empty if all devices are alike.
@@ -175,6 +175,7 @@ def network(
     skips: Sequence[SkipLink] = (),
     *,
     nodes: Runs = (),
+    summed: int = 1,
 ) -> Network:
     """The links of one arrangement and, if devices differ, the device of each worker.
 
@@ -190,6 +191,7 @@ def network(
         arrangement: which devices they are on.
         skips: the skip connections.
         nodes: the order of the nodes.
+        summed: positions of each worker that sum gradients.
     """
     node = _nodes(cluster, placement, replicas, arrangement, nodes)
     table = _NodeTable(cluster)
@@ -224,7 +226,7 @@ def network(
         tuple(map(tuple, ways.tolist())) if several else None,
         tuple(sums),
         tuple(tuple(way for way in crossed if users[way] > 1) for crossed in crossed_nodes),
-        placement.pipes * replicas,
+        placement.pipes * replicas * summed,
         tuple(sends),
         *table.workers(node),
     )

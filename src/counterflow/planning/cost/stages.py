@@ -219,17 +219,21 @@ class StageCosts:
 
     @cached_property
     def summed(self) -> tuple[float, ...]:
-        """Bytes of the trained weights that only copies of the stage contain, so that their gradients are
-        summed alone.
-        """
+        """Bytes of trained weights that only copies of the stage contain, with sums of their own."""
         return self._alone(self.trained, lambda tie: tie.trained_bytes)
 
     @cached_property
     def synced(self) -> tuple[float, ...]:
-        """Bytes of those gradients, as they are sent."""
+        """Bytes of those gradients, as copies of the stage send them."""
         share = self.model.gradient_share
-        alone = self._alone(self._gradients, lambda tie: tie.gradient_bytes)
+        sizes = self._once(lambda layer: layer.summed_bytes, 2)
+        alone = self._alone(sizes, lambda tie: tie.gradient_bytes)
         return tuple([share * size for size in alone])
+
+    @cached_property
+    def position_sums(self) -> tuple[float, ...]:
+        """Seconds in which the positions of a worker sum their gradients."""
+        return self._total(lambda layer: layer.position_sum_seconds)
 
     @cached_property
     def update_peaks(self) -> tuple[float, ...]:
@@ -309,7 +313,8 @@ class StageCosts:
     def _stage_bytes(self, recompute: Recompute) -> Iterator[StageBytes]:
         of_stage = stage_bytes if self.measured else stage_bytes_without_peaks
         weights = map(add, self.weights, self.casts)
-        fixed = map(add, self.gradients, self.optimizer)
+        gathered = self._folded(lambda layers: max(layer.gathered_bytes for layer in layers))
+        fixed = map(sum, zip(self.gradients, self.optimizer, gathered, strict=True))
         known: dict[object, StageBytes] = {}
         rows = zip(
             *(weights, fixed, self._kinds, self._layer_inputs, self._skipped, self._states), strict=True
@@ -429,9 +434,7 @@ def _ties(model: Model, cuts: Sequence[int]) -> tuple[tuple[StageTie, ...], list
 def _skips(
     model: Model, cuts: Sequence[int], samples: int
 ) -> tuple[tuple[tuple[SkipLink, float], ...], list[float]]:
-    """Skip connections past the next stage by their ends, and the bytes sent together with each stage's
-    output.
-    """
+    """Skip connections past the next stage by their ends, and bytes sent together with stages' outputs."""
     links: dict[SkipLink, float] = {}
     following = [0.0] * (len(cuts) + 1)
     for skip in model.skips:

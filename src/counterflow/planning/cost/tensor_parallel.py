@@ -1,118 +1,22 @@
-"""Tensor parallelism in a plan: each of T positions as a device of its own, on a cluster of such places.
+"""Tensor parallelism in a plan: each of T positions has its share of what is divided, and all of the rest.
 
-T adjacent devices of a node share the work of each layer. Every position contains a whole pipeline, and all
-of them do the same at the same time, so a plan with T is a plan on a cluster whose nodes have devices/T
-places, with the layers of one position: its share of what is divided (``Division``) and all of the rest.
-All-reduces over the positions happen within an op, and compute waits for them.
-
-Between stages and replicas every position sends and sums by itself: the whole output, and its own weights'
-gradients. If the devices of a node share its way out, positions share it too.
-
-If nodes differ, the slowest links inside one count, and on a slow device all-reduces are as slow as ops.
+T adjacent devices of a node share the work of each layer (``Division``). All-reduces over the positions
+happen within an op, and compute waits for them. If nodes differ, the slowest links inside one count, and on a
+slow device all-reduces are as slow as ops.
 
 Not modelled: which all-reduces a second forward omits, norms and digests over the positions.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from counterflow.errors import ConfigError
-from counterflow.schedule.ir import Schedule
-from counterflow.schedule.modes import Recompute
 from counterflow.schedule.op import OpKind
-from counterflow.schedule.recompute_ops import recomputed_ahead
 from counterflow.simulation.layer_cost import Line
 
-from ..inputs.cluster import Cluster, Collective, Link, all_reduce
-from ..inputs.model import Model
-from ..inputs.profile import Division, LayerProfile, Profile
-
-
-def places(cluster: Cluster, positions: int) -> Cluster:
-    """The cluster as one position sees it: a place for each worker, of ``positions`` devices.
-
-    Its ``cores`` are still those of the node, for the workers of all positions.
-
-    Raises:
-        ConfigError: the number of positions does not fit a node.
-
-    >>> server = Cluster("c", 2, 8, 1e9, Link(0, 1.0), Link(0, 2.0), shared_adapter=True)
-    >>> here = places(server, 4)
-    >>> here.size, here.between.seconds_per_byte
-    (4, 8.0)
-    """
-    for devices in {node.devices: None for node, _ in cluster.kinds_of_nodes()}:
-        if positions < 1 or devices % positions:
-            raise ConfigError(
-                f"tensor_parallel={positions}: must divide the {devices} "
-                f"device{'s' if devices > 1 else ''} of a node of cluster {cluster.name}"
-            )
-    if positions == 1:
-        return cluster
-    crowd = positions if cluster.shared_adapter else 1
-    sums = cluster.allreduce_between
-    return replace(
-        cluster,
-        devices=cluster.devices // positions,
-        between=_shared(cluster.between, crowd),
-        allreduce_between=sums and _shared(sums, crowd),
-        kinds=tuple(
-            replace(
-                kind,
-                devices=kind.devices and kind.devices // positions,
-                between=kind.between and _shared(kind.between, crowd),
-            )
-            for kind in cluster.kinds
-        ),
-    )
-
-
-def _shared(link: Link, users: int) -> Link:
-    return Link(link.latency_seconds, link.seconds_per_byte * users)
-
-
-def positioned(model: Model, profile: Profile, cluster: Cluster, positions: int) -> Profile:
-    """The profile of one position; the seconds of its layers include all-reduces over the other positions.
-
-    Args:
-        model: the model whose layers are divided.
-        profile: profile of whole layers.
-        cluster: the devices, not ``places``: positions use the links inside a node.
-        positions: T, 1 or more.
-
-    Raises:
-        ConfigError: a layer cannot be divided by T, optimiser state is sharded, or layers that share a weight
-            would be divided.
-    """
-    if positions == 1:
-        return profile
-    if model.shards_state:
-        raise ConfigError(
-            f"tensor_parallel={positions}: cannot be combined with pipeline.zero_stage = 1 of the profiled "
-            "config; "
-            "use only one of them"
-        )
-    tied = {model.layers[i]: tie for tie in model.ties for i in tie.layers}
-    layers = dict(profile.layers)
-    collective = all_reduce(cluster, [positions], [node for node, _ in cluster.kinds_of_nodes()])
-    for kind in dict.fromkeys(model.layers):
-        layer = profile.layer(kind)
-        division = layer.tensor_parallel
-        if division is None:
-            continue
-        if division.parts % positions:
-            raise ConfigError(
-                f"tensor_parallel={positions}: layers of kind {kind!r} are divided by their "
-                f"{division.parts} parts, which it has to divide"
-            )
-        if division.weights and kind in tied:
-            raise ConfigError(
-                f"tensor_parallel={positions}: layers of kind {kind!r} share a weight with others, which no "
-                "plan divides; leave weights out of its tensor_parallel table"
-            )
-        layers[kind] = of_position(layer, division, positions, collective)
-    return replace(profile, layers=layers)
+from ..inputs.cluster import Collective
+from ..inputs.layer_parts import Division
+from ..inputs.profile import LayerProfile
 
 
 def of_position(
@@ -144,7 +48,7 @@ def of_position(
     def seconds(kind: OpKind, share: float, sums: int = 0, more: float = 0.0) -> tuple[float, ...]:
         line = lines[kind]
         return tuple(
-            (1 - share) * line.at(n) + share * _of_fewer(line, n / positions) + sums * communication + more
+            (1 - share) * line.at(n) + share * of_fewer(line, n / positions) + sums * communication + more
             for n, communication in zip(layer.samples, sum_seconds, strict=True)
         )
 
@@ -178,7 +82,7 @@ def of_position(
     )
 
 
-def _of_fewer(line: Line, samples: float) -> float:
+def of_fewer(line: Line, samples: float) -> float:
     """Seconds for this few samples; below the smallest size on the line through the first two.
 
     They are at least proportional. Micro-batches have whole samples, so a profile's curves are constant below
@@ -191,42 +95,3 @@ def _of_fewer(line: Line, samples: float) -> float:
     if len(sizes) > 1:
         rate = (seconds[1] - first) / (sizes[1] - sizes[0])
     return min(first, max(first - rate * (sizes[0] - samples), first * samples / sizes[0]))
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Model, costs and devices that a prediction reads, as one position of tensor parallelism sees them.
-
-    Attributes:
-        model: what is trained.
-        profile: costs of the layers of one position.
-        cluster: the places of workers, see ``places``.
-        undivided: profile of undivided layers.
-        devices: the cluster of all positions.
-        degree: T, number of positions.
-    """
-
-    model: Model
-    profile: Profile
-    cluster: Cluster
-    undivided: Profile
-    devices: Cluster
-    degree: int = 1
-
-    @classmethod
-    def at(cls, model: Model, profile: Profile, cluster: Cluster, degree: int) -> Inputs:
-        """Divide a profile and a cluster among ``degree`` positions.
-
-        Raises:
-            ConfigError: the profile lacks a kind of layer, or the degree does not divide the layers or the
-                devices of a node.
-        """
-        for kind in dict.fromkeys(model.layers):
-            profile.layer(kind)
-        position = places(cluster, degree)
-        divided = positioned(model, profile, cluster, degree)
-        return cls(model, divided, position, profile, cluster, degree)
-
-    def recomputed(self, schedule: Schedule, recompute: Recompute) -> Schedule:
-        """Add the recomputations that the system runs ahead of gradients to a schedule."""
-        return recomputed_ahead(schedule, Recompute(recompute), ahead=self.cluster.recompute_ahead)

@@ -21,8 +21,9 @@ from counterflow.common.text_files import read_text
 from counterflow.errors import ConfigError
 
 from .cluster import Cluster, Link, NodeKind
+from .layer_parts import Contexts, Division, Experts
 from .model import ConfigValue, LayerSkip, LayerTie, Model, TrainValue
-from .profile import Division, LayerProfile, Profile
+from .profile import LayerProfile, Profile
 
 _T = TypeVar("_T")
 
@@ -114,7 +115,17 @@ def dumps(value: Cluster | Profile | Model) -> str:
 
 
 def as_data(
-    value: Cluster | NodeKind | Profile | Model | LayerProfile | Division | Link | LayerSkip | LayerTie,
+    value: Cluster
+    | NodeKind
+    | Profile
+    | Model
+    | LayerProfile
+    | Division
+    | Experts
+    | Contexts
+    | Link
+    | LayerSkip
+    | LayerTie,
 ) -> dict[str, Any]:
     """A cluster, profile or model as plain data, without keys that have no value."""
     names = [field.name for field in fields(value) if getattr(value, field.name) is not None]
@@ -126,7 +137,7 @@ def as_data(
     if isinstance(value, Cluster):
         data["kinds"] = [as_data(kind) for kind in value.kinds]
     for name, part in data.items():
-        if isinstance(part, (Link, Division)):
+        if isinstance(part, (Link, Division, Experts, Contexts)):
             data[name] = as_data(part)
         elif isinstance(part, Mapping):
             data[name] = {k: as_data(v) if isinstance(v, LayerProfile) else v for k, v in part.items()}

@@ -18,6 +18,7 @@ from counterflow.simulation.layer_cost import LayerCost, Line
 from counterflow.simulation.slice_lengths import exceed_whole
 
 from .cluster import FORM, require_number
+from .layer_parts import Contexts, Division, Experts
 
 _AT_SIZES = "forward_seconds", "backward_seconds", "saved_bytes"
 _ALONE = (
@@ -51,59 +52,6 @@ _IF_THERE = (
 )
 CURVES = (*_AT_SIZES, *_IF_THERE)
 """Fields of ``LayerProfile`` with an amount for each size."""
-
-
-@dataclass(frozen=True, slots=True)
-class Division:
-    """The parts of a kind of layer that tensor parallelism divides; the rest is whole at every position.
-
-    With T positions, each holds 1 − s + s/T of the bytes if a share s is divided. The divided part takes as
-    many seconds as 1/T of the samples take on a whole layer, because a device with the same work is equally
-    fast.
-
-    Attributes:
-        weights: share of the bytes of its weights, and of their gradients, casts and optimiser state.
-        forward: share of a forward's seconds.
-        backward: share of a backward's seconds, and of both halves of a split one.
-        saved: share of the bytes that a forward saves for its backward, and of those between the halves.
-        peaks: share of the memory of forwards and backwards while they run.
-        forward_sums: number of all-reduces over the positions in a forward.
-        backward_sums: number of all-reduces in a backward; in a split one they belong to the input gradient.
-        sum_bytes: size of each all-reduce for one sample; None: the layer's output.
-        overhead_seconds: additional time of a divided layer's forward for any size, and of its backward (in
-            the first half): on a CPU, that of torch's DTensors.
-        parts: a number that T has to divide, such as the number of attention heads; 0: any T.
-
-    Raises:
-        ConfigError: a share is above 1, or a number is negative.
-
-    >>> Division(weights=1.5)
-    Traceback (most recent call last):
-    counterflow.errors.ConfigError: weights=1.5: is a share; must be 1 or less
-    """
-
-    __pydantic_config__ = FORM
-
-    weights: float = 0.0
-    forward: float = 0.0
-    backward: float = 0.0
-    saved: float = 0.0
-    peaks: float = 0.0
-    forward_sums: int = 0
-    backward_sums: int = 0
-    sum_bytes: float | None = None
-    overhead_seconds: float = 0.0
-    parts: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("weights", "forward", "backward", "saved", "peaks"):
-            require_number(name, getattr(self, name))
-            if getattr(self, name) > 1:
-                raise ConfigError(f"{name}={getattr(self, name):g}: is a share; must be 1 or less")
-        for name in ("forward_sums", "backward_sums", "overhead_seconds", "parts"):
-            require_number(name, getattr(self, name))
-        if self.sum_bytes is not None:
-            require_number("sum_bytes", self.sum_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +98,8 @@ class LayerProfile:
         low_precision_bytes: size of its trained weights in bfloat16 or float16, whose gradients are
             accumulated in float32 and take twice as much.
         tensor_parallel: the parts that tensor parallelism divides; None: none.
+        experts: its routed experts, which expert parallelism divides; None: none.
+        contexts: its attention, for which positions that share sequences gather keys and values; None: none.
         parameter_bytes: size of each trained parameter, in the layer's order, because whole parameters have
             owners if optimiser state is sharded. None: the layer's bytes are assumed to be divided evenly.
 
@@ -192,6 +142,8 @@ class LayerProfile:
     fixed_share: float = 0.0
     state_bytes: float = 0.0
     slice_state_bytes: float = 0.0
+    experts: Experts | None = None
+    contexts: Contexts | None = None
 
     def __post_init__(self) -> None:
         if not self.samples or self.samples[0] <= 0 or any(a >= b for a, b in pairwise(self.samples)):
@@ -231,6 +183,11 @@ class LayerProfile:
             part, of = getattr(self, name), getattr(self, total)
             if part > of:
                 raise ConfigError(f"{name}={part:g}: is a part of {total}={of:g}; must be no more")
+        if self.experts is not None and self.experts.weights_bytes > self.weights_bytes:
+            raise ConfigError(
+                f"experts.weights_bytes={self.experts.weights_bytes:g}: is a part of "
+                f"weights_bytes={self.weights_bytes:g}; must be no more"
+            )
 
     @property
     def trained_bytes(self) -> float:
@@ -241,6 +198,21 @@ class LayerProfile:
     def gradient_bytes(self) -> float:
         """Size of its weights' gradients as they are accumulated."""
         return self.trained_bytes + self.low_precision_bytes
+
+    @property
+    def summed_bytes(self) -> float:
+        """Size of its gradients as copies of its stage sum them."""
+        return self.gradient_bytes
+
+    @property
+    def gathered_bytes(self) -> float:
+        """Memory of an op for weights that it gathers."""
+        return 0.0
+
+    @property
+    def position_sum_seconds(self) -> float:
+        """Time of the sum of its gradients over the positions of a worker."""
+        return 0.0
 
     def lines(self) -> dict[OpKind, Line]:
         """Seconds of an op of each kind."""

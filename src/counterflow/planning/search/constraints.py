@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from counterflow.common.cli_fields import cli_field
@@ -11,6 +12,7 @@ from counterflow.schedule.layouts import Layout
 from counterflow.schedule.modes import Recompute, Sync
 from counterflow.schedule.scheme import Scheme
 
+from ..cost.degrees import Degrees
 from ..cost.device_placement import Arrangement
 from ..cost.stages import Cuts, Cutting
 from ..inputs.cluster import Cluster
@@ -40,6 +42,10 @@ class Constraints:
         more_updates: for schemes that update after each micro-batch, also several updates in a mini-batch.
         tensor_parallel: degrees of tensor parallelism; each divides the devices of a node.
         slices: only these numbers of slices of a micro-batch's sequence; 1: it is whole.
+        contexts: degrees of context parallelism.
+        experts: degrees of expert parallelism; None: all powers of two that divide the experts and fit the
+            cluster, if the profile has experts.
+        shards: positions with samples of their own that shard weights; None: as many as experts need.
     """
 
     schemes: tuple[str, ...] | None = cli_field(
@@ -99,6 +105,26 @@ class Constraints:
         list[int],
         metavar="T",
     )
+    contexts: tuple[int, ...] = cli_field(
+        (1,),
+        "Context parallelism: C devices share each sequence. Default 1.",
+        list[int],
+        metavar="C",
+    )
+    experts: tuple[int, ...] | None = cli_field(
+        None,
+        "Only this degree of expert parallelism: E devices share the experts of each layer. Default: 1, 2, 4 "
+        "and so on where the profile has experts.",
+        list[int],
+        metavar="E",
+    )
+    shards: tuple[int, ...] | None = cli_field(
+        None,
+        "Only this many devices with samples of their own that shard a worker's weights (dp_shard). Default: "
+        "as many as the degree of experts needs.",
+        list[int],
+        metavar="S",
+    )
     cuts: Cuts = cli_field(
         Cutting.BALANCED,
         "How layers are cut into stages: balanced (the default): by cost, or evenly if that is faster; even: "
@@ -119,25 +145,43 @@ class Constraints:
         bool,
     )
 
-    def at(self, tp_degree: int, cluster: Cluster) -> Constraints:
-        """The constraints for one tensor-parallel degree, without depths that only another degree allows.
+    def at(self, degrees: Degrees, tried: Collection[Degrees], cluster: Cluster) -> Constraints:
+        """The constraints for some degrees, without depths that only others allow.
+
+        Args:
+            degrees: degrees of a worker's positions.
+            tried: all degrees that are tried.
+            cluster: the devices.
 
         Raises:
-            ConfigError: optimiser state shall be sharded, which cannot be combined with a degree above 1.
+            ConfigError: optimiser state shall be sharded, which cannot be combined with several positions.
         """
-        stages = self.zero_stages if tp_degree == 1 else (0,)
+        stages = self.zero_stages if degrees.positions == 1 else (0,)
         if 0 in stages and 0 not in self.zero_stages:
-            raise ConfigError(
-                f"tensor_parallel={tp_degree}: cannot be combined with zero_stage=1; give only one of them"
-            )
-        if self.depths is None or len({*self.tensor_parallel}) == 1:
+            raise ConfigError(f"{degrees}: cannot be combined with zero_stage=1; give only one of them")
+        if self.depths is None or len(tried) == 1:
             return replace(self, zero_stages=stages)
         legal = {
-            degree: [d for d in self.depths if d > 0 and not cluster.size // degree % d]
-            for degree in self.tensor_parallel
+            each: [d for d in self.depths if d > 0 and not cluster.size // each.positions % d]
+            for each in tried
         }
         of_none = {*self.depths}.difference(*legal.values())
-        return replace(self, depths=(*legal[tp_degree], *of_none), zero_stages=stages)
+        return replace(self, depths=(*legal[degrees], *of_none), zero_stages=stages)
+
+    def slices_at(self, degrees: Degrees) -> tuple[int, ...] | None:
+        """Numbers of slices to try with some degrees; sequences that positions share are not sliced.
+
+        Raises:
+            ConfigError: only slices are wanted, but positions share sequences.
+        """
+        if degrees.context_parallel == 1:
+            return self.slices
+        if self.slices is not None and 1 not in self.slices:
+            raise ConfigError(
+                f"slices={self.slices[0]}: sequences that positions share are not cut into slices; give "
+                "contexts=1, or slices=1"
+            )
+        return (1,)
 
     def of_scheme(self, scheme: Scheme) -> dict[str, tuple[OptionValue, ...]]:
         """The accepted values of a scheme's options.

@@ -33,6 +33,7 @@ class CutFreeBound:
         up: bytes of an output on this way.
         down: bytes of an input gradient on this way.
         gradients: bytes of the gradients of stage 0 that copies of it sum.
+        position_sum: seconds in which the positions of its worker sum them before.
     """
 
     work: float
@@ -40,6 +41,7 @@ class CutFreeBound:
     up: float
     down: float
     gradients: float
+    position_sum: float = 0.0
 
     @classmethod
     def of(
@@ -58,6 +60,7 @@ class CutFreeBound:
             up=size,
             down=size / shape.parts,
             gradients=layer_costs.synced[0],
+            position_sum=layer_costs.position_sums[0],
         )
 
     def seconds(
@@ -78,7 +81,9 @@ class CutFreeBound:
             return least
         # As (2c) of ``OrderFreeBounds.seconds``: a micro-batch goes to the last stage and back, then the
         # gradients of stage 0 are summed; and each k in flight follow the k before.
-        after = network.allreduce[0].seconds(self.gradients) if network.copies > 1 and self.gradients else 0.0
+        after = self.position_sum
+        if network.copies > 1 and self.gradients:
+            after += network.allreduce[0].seconds(self.gradients)
         for count, (slowness, seconds, up, down) in zip(shape.passes, hops.round_trips, strict=True):
             if count:
                 trip = slowness * self.round_trip + seconds + up * self.up + down * self.down

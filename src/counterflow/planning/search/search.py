@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
@@ -25,6 +25,7 @@ from counterflow.errors import PlanError
 from counterflow.program.player import load_numba
 from counterflow.schedule.modes import Recompute, Sync
 
+from ..cost.degrees import Degrees
 from ..cost.device_placement import Arrangement, Network
 from ..cost.stages import Cuts, Cutting, may_cut
 from ..inputs.cluster import Cluster
@@ -35,6 +36,7 @@ from ..predict import Predictor
 from ..prediction import Configuration
 from .bounds import Bounds
 from .constraints import Constraints
+from .degrees_tried import degrees_tried, words
 from .node_orders import Runs, node_orders
 from .search_result import Plan, Rejections, SearchResult, TooLarge, nothing_fits
 from .shape import WorkloadShape
@@ -157,16 +159,17 @@ def search(
     best, tallies, omissions = _Best(count), dict[str, Rejections](), list[Omission]()
     runs: list[_DegreeSearch] = []
     base = Predictor(model, profile, cluster)
-    for tp_degree in dict.fromkeys(constraints.tensor_parallel):
-        predictor = base.at(tp_degree)
-        requirements = constraints.at(tp_degree, cluster)
-        slicings = slicings_of(model, predictor.profile, constraints.slices)
-        groups, omitted = space(model, predictor.cluster, mini_batch, requirements, slicings)
+    tried = degrees_tried(model, profile, cluster, constraints)
+    for degrees in tried:
+        predictor = base.at(degrees)
+        requirements = constraints.at(degrees, tried, cluster)
+        slicings = slicings_of(model, predictor.profile, constraints.slices_at(degrees))
+        groups, omitted = space(model, predictor.cluster, mini_batch, requirements, slicings, degrees=degrees)
         if elsewhere := sorted({*(constraints.depths or ())}.difference(requirements.depths or ())):
-            reason = f"does not divide the {predictor.cluster.size} places of {tp_degree} devices"
+            reason = f"does not divide the {predictor.cluster.size} places of {degrees.positions} devices"
             omitted += [Omission(f"depth {depth}", reason) for depth in elsewhere]
-        if len({*constraints.tensor_parallel}) > 1:
-            omitted = [_of_degree(tp_degree, omission) for omission in omitted]
+        if len(tried) > 1:
+            omitted = [_of_degrees(degrees, tried, omission) for omission in omitted]
         omissions += [omission for omission in omitted if omission not in omissions]
         place = runs[-1].total if runs else 0
         runs.append(
@@ -190,15 +193,18 @@ def search(
     )
 
 
-def _of_degree(tp_degree: int, omission: Omission) -> Omission:
-    if "--stale" in omission.reason:  # for any number
+def _of_degrees(degrees: Degrees, tried: Collection[Degrees], omission: Omission) -> Omission:
+    if "--stale" in omission.reason:  # for any degrees
         return omission
-    of = "without tensor parallelism" if tp_degree == 1 else f"with tensor parallelism over {tp_degree}"
+    of = f"with {', '.join(words(degrees))}"
+    if degrees.positions == 1:
+        shards = any(each.shards > 1 for each in tried)
+        of = "with a device a worker" if shards else "without tensor parallelism"
     return replace(omission, what=f"{of}, {omission.what}")
 
 
 class _DegreeSearch:
-    """Candidates of one tensor-parallel degree; ``best`` has the plans of all degrees so far."""
+    """Candidates of some degrees; ``best`` has the plans of all degrees so far."""
 
     def __init__(
         self,
@@ -273,7 +279,8 @@ class _DegreeSearch:
 
     def _members(self, group: CandidateGroup, place: int) -> Iterator[_Candidate]:
         shape = group.shape
-        updates = self.mini_batch / (group.replicas * group.samples * sum(shape.passes))
+        samples = group.replicas * self.predictor.degrees.dp_shard * group.samples
+        updates = self.mini_batch / (samples * sum(shape.passes))
         for arrangement, nodes, links in self._networks(shape, group.replicas):
             where = arrangement, nodes
             for recompute in self.constraints.recompute:
@@ -362,7 +369,7 @@ class _DegreeSearch:
         return not self.best.needs(candidate.group.scheme, least * candidate.updates / _ROUNDING)
 
     def _configuration(self, candidate: _Candidate) -> Configuration:
-        group = candidate.group
+        group, degrees = candidate.group, self.predictor.degrees
         return Configuration(
             group.scheme,
             group.options,
@@ -372,9 +379,12 @@ class _DegreeSearch:
             self.sync[0],
             candidate.arrangement,
             candidate.cuts,
-            self.predictor.tensor_parallel,
+            degrees.tensor_parallel,
             candidate.nodes,
             candidate.zero_stage,
+            degrees.context_parallel,
+            degrees.expert_parallel,
+            degrees.dp_shard,
         )
 
     def _quickest(self, play: Play, place: int) -> Plan:

@@ -25,6 +25,7 @@ from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.orders.slices import slices_option
 from counterflow.schedule.scheme import DEPTH, PERIODS, SLICES, Scheme
 
+from ..cost.degrees import Degrees
 from ..cost.sharded_state import several_hold
 from ..cost.stages import Cutting, may_cut
 from ..inputs.cluster import Cluster
@@ -34,6 +35,8 @@ from .shape import Options, WorkloadShape, shape_of
 
 MOST_SAMPLES = 100_000
 """Maximum samples of a mini-batch."""
+
+_ONE_POSITION = Degrees()
 
 MOST_MICRO_BATCHES = 4096
 """Maximum micro-batches of a replica that are tried."""
@@ -89,15 +92,18 @@ def space(
     mini_batch: int,
     constraints: Constraints,
     slicings: Sequence[tuple[int, ...]] = ((1,),),
+    *,
+    degrees: Degrees = _ONE_POSITION,
 ) -> tuple[list[CandidateGroup], list[Omission]]:
     """All groups of candidates, and the omitted parts.
 
     Args:
         model: what is trained.
-        cluster: the devices.
+        cluster: the places of workers.
         mini_batch: samples of an update.
         constraints: constraints on a plan.
         slicings: relative lengths of slices to try; one length: micro-batches are not sliced.
+        degrees: degrees of a worker's positions.
 
     Raises:
         ConfigError: a constraint cannot be met: an unknown scheme, an option that no chosen scheme has, or an
@@ -111,7 +117,8 @@ def space(
     _refuse_what_nothing_meets(model, mini_batch, constraints, schemes)
     groups: list[CandidateGroup] = []
     depths = _depths(cluster, constraints)
-    without = dict(_without_candidates(model, cluster, mini_batch, depths, constraints))
+    dp_shard = degrees.dp_shard
+    without = dict(_without_candidates(model, cluster, mini_batch, depths, constraints, dp_shard=dp_shard))
     omissions = list(_by_reason(without))
     depths = [depth for depth in depths if depth not in without]
     for scheme in schemes:
@@ -119,6 +126,10 @@ def space(
             omissions.append(
                 Omission(scheme.name, "is asynchronous, with old weights: only tried with --stale")
             )
+            continue
+        if not scheme.synchronous and degrees.shards > 1:
+            reason = "updates each stage at its own time, but positions of a worker need a synchronous scheme"
+            omissions.append(Omission(scheme.name, reason))
             continue
         if not scheme.synchronous and not _zero_stages(model, constraints, flush=False):
             reason = "updates each stage at its own time, but zero_stage = 1 needs a synchronous scheme"
@@ -131,11 +142,13 @@ def space(
         members = [
             sliced
             for depth in depths
-            for group in _of_depth(scheme, depth, model, cluster.size // depth, (mini_batch, constraints))
+            for group in _of_depth(
+                scheme, depth, model, cluster.size // depth, (mini_batch // dp_shard, constraints)
+            )
             for sliced in _sliced(group, scheme, slicings)
         ]
         if not members and depths:
-            reason = _why_none(scheme, depths, model, cluster, (mini_batch, constraints))
+            reason = _why_none(scheme, depths, model, cluster, (mini_batch // dp_shard, constraints))
             omissions.append(Omission(scheme.name, reason))
         groups += members
     return groups, omissions
@@ -225,11 +238,17 @@ def _depths(cluster: Cluster, constraints: Constraints) -> list[int]:
 
 
 def _without_candidates(
-    model: Model, cluster: Cluster, mini_batch: int, depths: list[int], constraints: Constraints
+    model: Model,
+    cluster: Cluster,
+    mini_batch: int,
+    depths: list[int],
+    constraints: Constraints,
+    *,
+    dp_shard: int,
 ) -> Iterator[tuple[int, str]]:
     layers = len(model.layers)
     for depth in depths:
-        replicas = cluster.size // depth
+        replicas = cluster.size // depth * dp_shard
         share = mini_batch // replicas
         if depth > layers:
             yield depth, f"more workers than the model's {layers} layers"
