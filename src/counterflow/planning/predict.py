@@ -257,10 +257,8 @@ def _require_whole_updates(configuration: Configuration, schedule: Schedule) -> 
             f"{schedule.scheme} with {configuration.degrees}: positions that share sequences, experts or "
             "weights would meet other versions of them; choose a synchronous scheme"
         )
-    if configuration.context_parallel > 1 and schedule.workload.slices > 1:
-        raise ConfigError(
-            f"{configuration.degrees}: sequences that positions share are not cut into slices; give slices=1"
-        )
+    if schedule.workload.slices > 1:
+        raise ConfigError(f"{configuration.degrees}: such stages take whole sequences; give slices=1")
 
 
 def _build(scheme: str, options_given: tuple[tuple[str, OptionValue], ...], *, far: bool) -> Schedule:

@@ -196,7 +196,7 @@ def ranking(predictions: Iterable[Prediction]) -> str:
     used = [
         head
         for head, name in degrees.items()
-        if head == "T" or any(getattr(one.configuration, name) > 1 for one in predictions)
+        if head == "T" or any(getattr(prediction.configuration, name) > 1 for prediction in predictions)
     ]
     heads = (
         "scheme",

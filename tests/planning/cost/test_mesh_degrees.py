@@ -163,7 +163,7 @@ def test_a_step_of_sharded_weights_by_hand() -> None:
     assert copies.step_seconds == pytest.approx(found.step_seconds + 2 * 0.125 + 0.01 * 4 * 50)
     assert copies.mini_batch == 2 * 2 * 2
     assert copies.mesh is not None
-    assert len(copies.mesh), len(copies.mesh[0][0]) == (2, 2)
+    assert (len(copies.mesh), len(copies.mesh[0][0])) == (2, 2)
 
 
 def test_positions_of_several_nodes() -> None:
@@ -194,7 +194,7 @@ BY_TENSORS = replace(BLOCK, tensor_parallel=Division(weights=0.5))
         ({"experts": (2,)}, PROFILE, replace(MODEL, layers=("dense",) * 8), "has no experts; give a kind"),
         ({"contexts": (2,)}, PROFILE, TIED, "cp 2: layers share a weight with others, which no plan shards"),
         ({"contexts": (3,)}, PROFILE, MODEL, "cp 3: a worker has 3 devices"),
-        ({"contexts": (2,), "slices": (2,)}, PROFILE, MODEL, "slices=2: sequences that positions share"),
+        ({"contexts": (2,), "slices": (2,)}, PROFILE, MODEL, "slices=2: stages with cp 2 take whole"),
         ({"contexts": (2,), "zero_stages": (1,)}, PROFILE, MODEL, "cp 2: cannot be combined with zero_st"),
         (
             {"contexts": (2,)},
@@ -224,9 +224,11 @@ def test_asynchronous_schemes_and_slices_are_refused_and_omitted() -> None:
         predict(MODEL, PROFILE, CLUSTER, config)
     sliced = configured(2, 2, degrees)
     sliced = replace(sliced, options=(*sliced.options, ("slices", "1+1")))
-    with pytest.raises(ConfigError, match="cp 2: sequences that positions share are not cut into slices"):
+    with pytest.raises(ConfigError, match="cp 2: such stages take whole sequences; give slices=1"):
         predict(MODEL, replace(PROFILE, positions=64), CLUSTER, sliced)
-    found = search(MODEL, PROFILE, CLUSTER, 8, Constraints(("dapple", "pipedream"), contexts=(2,)))
+    found = search(
+        MODEL, PROFILE, CLUSTER, 8, Constraints(("dapple", "pipedream"), contexts=(2,), experts=(1,))
+    )
     assert [each.what for each in found.omissions] == ["pipedream"]
     assert "positions of a worker need a synchronous scheme" in found.omissions[0].reason
 
@@ -247,7 +249,7 @@ def test_degrees_that_are_tried() -> None:
     ]
     # What nobody asked for is left out where it is refused.
     assert tried(cluster=replace(CLUSTER, devices=2)) == [Degrees(), Degrees(1, 1, 2, 2)]
-    assert tried(zero_stages=(1,)) == tried(TIED) == [Degrees()]
+    assert tried(zero_stages=(1,)) == tried(slices=(2,)) == tried(TIED) == [Degrees()]
     assert tried(replace(MODEL, layers=("dense",) * 8)) == [Degrees()]
 
 
@@ -364,4 +366,4 @@ def test_a_file_says_what_experts_and_attention_need(tmp_path: Path) -> None:
         ({"weights_bytes": 101.0}, r"experts\.weights_bytes=101: is a part of weights_bytes=100"),
     ):
         with pytest.raises(ConfigError, match=message):
-            replace(BLOCK, experts=replace(EXPERTS, **changed))  # type: ignore[arg-type]
+            replace(BLOCK, experts=replace(EXPERTS, **changed))

@@ -65,9 +65,9 @@ def of_context(layer: LayerProfile, positions: int, gather: Collective) -> Layer
         rows = zip(sizes, amounts, strict=True) if amounts else ()
         return tuple(amount / positions + more * n for n, amount in rows)
 
-    others = keys * (1 - 1 / positions)  # keys and values of other positions
+    remote = keys * (1 - 1 / positions)  # keys and values of other positions
     amounts: dict[str, Any] = {name: smaller(name) for name in _DIVIDED}
-    amounts |= {name: smaller(name, others) for name in _WITH_KEYS}
+    amounts |= {name: smaller(name, remote) for name in _WITH_KEYS}
     experts = layer.experts
     return replace(
         layer,

@@ -187,13 +187,13 @@ class PositionGroups:
         counts = self._counts(self.degrees.tensor_parallel, members)
         nodes = [node for node, _ in cluster.kinds_of_nodes()]
         inside = slowest(node.inside for node in nodes)
-        beside = inside.seconds_per_byte * (counts[0] - 1) / members
+        within = inside.seconds_per_byte * (counts[0] - 1) / members
         if len(counts) == 1:
-            return Collective(inside.latency_seconds, beside)
+            return Collective(inside.latency_seconds, within)
         between = slowest(node.between for node in nodes)
         crowd = min(self.degrees.positions, cluster.devices) if cluster.shared_adapter else 1
         out = crowd * between.seconds_per_byte * (members - counts[0]) / members
-        return Collective(between.latency_seconds, max(beside, out))
+        return Collective(between.latency_seconds, max(within, out))
 
     def _counts(self, stride: int, members: int) -> list[int]:
         """Members of a group on each of its nodes, of positions that are ``stride`` apart."""

@@ -114,4 +114,4 @@ def sharded(layer: LayerProfile, groups: PositionGroups) -> LayerProfile:
         parameter_bytes=(),
         experts=None,  # its bytes are of all experts
     )
-    return ShardedLayer(**{one.name: getattr(shards, one.name) for one in fields(shards)}, of_whole=whole)
+    return ShardedLayer(**{key.name: getattr(shards, key.name) for key in fields(shards)}, of_whole=whole)

@@ -162,24 +162,23 @@ class Constraints:
         if self.depths is None or len(tried) == 1:
             return replace(self, zero_stages=stages)
         legal = {
-            each: [d for d in self.depths if d > 0 and not cluster.size // each.positions % d]
-            for each in tried
+            of: [d for d in self.depths if d > 0 and not cluster.size // of.positions % d] for of in tried
         }
         of_none = {*self.depths}.difference(*legal.values())
         return replace(self, depths=(*legal[degrees], *of_none), zero_stages=stages)
 
     def slices_at(self, degrees: Degrees) -> tuple[int, ...] | None:
-        """Numbers of slices to try with some degrees; sequences that positions share are not sliced.
+        """Numbers of slices to try with some degrees; sharded stages take whole sequences.
 
         Raises:
-            ConfigError: only slices are wanted, but positions share sequences.
+            ConfigError: only slices are wanted, but weights are sharded.
         """
-        if degrees.context_parallel == 1:
+        if degrees.shards == 1:
             return self.slices
         if self.slices is not None and 1 not in self.slices:
             raise ConfigError(
-                f"slices={self.slices[0]}: sequences that positions share are not cut into slices; give "
-                "contexts=1, or slices=1"
+                f"slices={self.slices[0]}: stages with {degrees} take whole sequences; give slices=1, or "
+                "omit one of them"
             )
         return (1,)
 

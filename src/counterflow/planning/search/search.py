@@ -198,7 +198,7 @@ def _of_degrees(degrees: Degrees, tried: Collection[Degrees], omission: Omission
         return omission
     of = f"with {', '.join(words(degrees))}"
     if degrees.positions == 1:
-        shards = any(each.shards > 1 for each in tried)
+        shards = any(of.shards > 1 for of in tried)
         of = "with a device a worker" if shards else "without tensor parallelism"
     return replace(omission, what=f"{of}, {omission.what}")
 
