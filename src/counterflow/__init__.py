@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from .runtime.execution.step import Evaluation, Step
     from .runtime.mesh.context_parallel import ContextParallel
     from .runtime.mesh.expert_parallel import ExpertParallel
+    from .runtime.mesh.mesh_degrees import MeshDegrees
+    from .runtime.mesh.tensor_parallel import TensorParallel
     from .runtime.mini_batch.entries import ENTRIES
     from .runtime.pipeline import Pipeline
     from .runtime.workers.launch import launch
@@ -57,6 +59,7 @@ __all__ = [
     "Execution",
     "ExpertParallel",
     "LossSum",
+    "MeshDegrees",
     "Op",
     "OpKind",
     "PendingEvaluation",
@@ -69,6 +72,7 @@ __all__ = [
     "Skip",
     "Step",
     "Synthesis",
+    "TensorParallel",
     "TokenBalance",
     "WorkerError",
     "add_loss",
@@ -118,11 +122,13 @@ _LATE = {
     "Execution": "execution",
     "ExpertParallel": "runtime.mesh.expert_parallel",
     "LossSum": "api.loss_sum",
+    "MeshDegrees": "runtime.mesh.mesh_degrees",
     "PendingEvaluation": "runtime.execution.evaluation",
     "Pipeline": "runtime.pipeline",
     "SameModel": "verification.same_model",
     "Skip": "api.skip",
     "Step": "runtime.execution.step",
+    "TensorParallel": "runtime.mesh.tensor_parallel",
     "TokenBalance": "api.experts",
     "add_loss": "api.aux_loss",
     "added_losses": "api.aux_loss",

@@ -75,6 +75,10 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         'layout "Et*3|(tt|)*29,m|L" --layers 48 --pp 8 --vpp 2',
         'layout "Et*4|(t*4|)*14,tmL" --pp 8 --vpp 1 --json',
     ),
+    "mesh": (
+        "mesh --workers 2 --set mesh.dp_shard=2 --set mesh.tp=2",
+        "mesh --workers 2 --set mesh.cp=2 --json",
+    ),
     "check": (
         "check mixpipe --stages 8 --micro-batches 16 --injected max",
         "export chimera --stages 4 --micro-batches 8 --out edited.json",

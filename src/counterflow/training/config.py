@@ -24,6 +24,7 @@ from counterflow.schedule.scheme import MICRO_BATCHES
 
 from . import source_registry
 from .sections.keys import AUTO, Section
+from .sections.mesh_section import MeshSection
 from .sections.model_section import DataSection, LoraSection, ModelSection
 from .sections.pipeline_section import PipelineSection
 from .sections.schedule_section import ScheduleSection
@@ -58,6 +59,7 @@ class RunConfig(Section):
     lora: LoraSection = Field(default_factory=LoraSection)
     schedule: ScheduleSection = Field(default_factory=ScheduleSection)
     pipeline: PipelineSection = Field(default_factory=PipelineSection)
+    mesh: MeshSection = Field(default_factory=MeshSection)
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
     train: TrainSection = Field(default_factory=TrainSection)
     plan: PlanSection = Field(default_factory=PlanSection)
@@ -97,6 +99,7 @@ class RunConfig(Section):
                 f"{why} it does not; use only one of them"
             )
         self._refuse_compressed_sums(schedule)
+        self._refuse_mesh(schedule)
         return self
 
     def but(self, **changed: Mapping[str, Any]) -> RunConfig:
@@ -112,11 +115,16 @@ class RunConfig(Section):
 
     @property
     def processes(self) -> int:
-        """Workers of all replicas."""
-        return self.build_schedule().workers * self.pipeline.replicas
+        """Number of ranks: workers of all replicas, at all positions of the mesh."""
+        return self.build_schedule().workers * self.pipeline.replicas * self.mesh.positions
+
+    @property
+    def sample_shares(self) -> int:
+        """Number of groups of ranks that are given ``train.samples`` samples each in a step."""
+        return self.pipeline.replicas * self.mesh.dp_shard
 
     def expect_processes(self, processes: int) -> None:
-        """Refuse a number of processes other than workers times replicas.
+        """Refuse a number of processes other than workers times replicas times positions of the mesh.
 
         Args:
             processes: number of processes that were started, as ``torchrun`` or Slurm reports it.
@@ -125,15 +133,16 @@ class RunConfig(Section):
             ConfigError: the number is another; the message says which would be legal.
         """
         workers, replicas = self.build_schedule().workers, self.pipeline.replicas
-        needed = workers * replicas
+        needed, positions = self.processes, self.mesh.positions
         if processes == needed:
             return
-        legal = f"start {needed}"
-        if processes % workers == 0 and processes:
-            legal += f", or set pipeline.replicas to {processes // workers}"
+        legal, of_replica = f"start {needed}", workers * positions
+        if processes % of_replica == 0 and processes:
+            legal += f", or set pipeline.replicas to {processes // of_replica}"
+        per_worker = f", each on {positions} ranks by [mesh]," if positions > 1 else ""
         raise ConfigError(
-            f"{processes} processes were started, but {workers} workers per replica and {replicas} "
-            f"replica{'s' if replicas > 1 else ''} need {needed}: {legal}"
+            f"{processes} processes were started, but {workers} workers per replica{per_worker} and "
+            f"{replicas} replica{'s' if replicas > 1 else ''} need {needed}: {legal}"
         )
 
     def results_folder(self, runs: Path = Path("runs")) -> Path:
@@ -182,6 +191,38 @@ class RunConfig(Section):
         why = why_in_full(self.pipeline, schedule.scheme, synchronous=schedule.synchronous)
         if why is not None:  # ``Pipeline`` refuses the same
             raise ConfigError(f"pipeline.{why}")
+
+    def _refuse_mesh(self, schedule: Schedule) -> None:
+        mesh = self.mesh
+        if mesh.positions == 1:
+            return
+        why = mesh.refusal(
+            self.pipeline.transport,
+            slices=schedule.workload.slices,
+            synchronous=schedule.synchronous,
+            scheme=schedule.scheme,
+        )
+        if why is not None:
+            raise ConfigError(why)
+        if self.train.fewer_after is not None:
+            raise ConfigError(
+                "train.fewer_after: plans of fewer workers have no [mesh]; leave out one of them"
+            )
+        for key in ("zero_stage", "gradient_compression"):
+            if getattr(self.pipeline, key):
+                raise ConfigError(f"pipeline.{key}: cannot be combined with [mesh]; leave out one of them")
+        if self.pipeline.max_norm is not None and not schedule.synchronous:
+            raise ConfigError(
+                f"pipeline.clip_norm: {schedule.scheme} clips each stage by its own norm, of which each "
+                "position of [mesh] knows its part; set it to 0, or leave out [mesh]"
+            )
+        if mesh.tp > 1 and self.lora.rank is not None:
+            raise ConfigError("mesh.tp: modules with adapters are not divided; leave out [lora] or mesh.tp")
+        if self.model.positions % (2 * mesh.cp) and mesh.cp > 1:
+            raise ConfigError(
+                f"model.positions = {self.model.positions}: each of the mesh.cp = {mesh.cp} positions has a "
+                f"head and a tail of a sequence; give a multiple of {2 * mesh.cp}"
+            )
 
     def _refuse_fewer_layers_than_stages(self, schedule: Schedule) -> None:
         have = self.model.all_layers

@@ -26,12 +26,14 @@ from counterflow.measure.layer_costs import kinds_of
 from counterflow.measure.machine import cores
 from counterflow.program.runnable import refuse_what_cannot_run
 from counterflow.program.segments import segments
+from counterflow.runtime.assembly.rehearsal import Rehearsal
 from counterflow.runtime.transport.base import Transport
 from counterflow.schedule.cuts import balance, explicit, stage_layers
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.residency import weight_copies
 
 from .config import RunConfig
+from .mesh import degrees_of, rehearsal_of
 from .resuming import changes, check, starting_checkpoint, verify_start
 from .sections.keys import AUTO
 from .sections.schedule_section import SCHEME
@@ -75,14 +77,19 @@ class Job:
         return self.first_step >= self.config.train.steps
 
     def least_bytes(self) -> tuple[int, ...]:
-        """Bytes of each worker's weights in all versions, gradients and optimiser state.
+        """Bytes of each worker's weights in all versions, gradients and optimiser state, on its first rank.
 
         Activations, which depend on the model's code, come on top.
         """
-        weights = [
-            sum(parameter.nbytes for layer in numbers for parameter in self.layers[layer].parameters())
-            for numbers in stage_layers(self.cuts, len(self.layers))
-        ]
+        rehearsal = self.rehearsal()
+        if rehearsal is not None:
+            weights = [stage.weights for stage in rehearsal.stages]
+            gradients = [stage.gradients for stage in rehearsal.stages]
+        else:
+            weights = gradients = [
+                sum(parameter.nbytes for layer in numbers for parameter in self.layers[layer].parameters())
+                for numbers in stage_layers(self.cuts, len(self.layers))
+            ]
         section = self.config.optimizer
         slots = 2.0 if section.name != "sgd" else 1.0 if section.momentum else 0.0
         if self.config.pipeline.zero_stage:
@@ -91,8 +98,17 @@ class Job:
         for worker, copies in enumerate(weight_copies(self.schedule)):
             stages = [stage for _, stage in self.schedule.placement.stages_on(worker)]
             stage_bytes = sum(weights[stage] for stage in stages)
-            totals.append(round(stage_bytes * (copies / len(stages) + 1 + slots)))
+            gradient_bytes = sum(gradients[stage] for stage in stages)
+            totals.append(round(stage_bytes * (copies / len(stages) + slots) + gradient_bytes))
         return tuple(totals)
+
+    def rehearsal(self) -> Rehearsal | None:
+        """Division of the weights over the mesh; None: stages are not divided.
+
+        Raises:
+            ConfigError: the model cannot be divided so.
+        """
+        return rehearsal_of(self.config, self.schedule, self.bundle, self.cuts)
 
     def going_on(self, step: int) -> Job:
         """A copy that continues from a step in the workers' memory, and from no checkpoint."""
@@ -194,12 +210,13 @@ def prepare(config: RunConfig, cuts: Sequence[int] | None = None, start: Path | 
         ConfigError: no such run can be made; the message says what would be legal.
     """
     schedule = config.build_schedule()
-    config, where = with_transport(config, schedule.workers * config.pipeline.replicas)
+    config, where = with_transport(config, config.processes)
     refuse_what_cannot_run(schedule)
     if not schedule.synchronous:
         _fits_without_flush(config, schedule)
     bundle = config.model.source.make(config)
     layers = layers_of(bundle.model, bundle.list_layers)
+    degrees_of(config).refuse_undivided(layers)
     begun = None
     if cuts is None or start is not None:
         begun = starting_checkpoint(config, start)
@@ -227,15 +244,16 @@ def prepare(config: RunConfig, cuts: Sequence[int] | None = None, start: Path | 
         pipes=schedule.pipes,
         stage_layers=tuple((layers_[0], layers_[-1]) for layers_ in stages),
         micro_batches=schedule.micro_batches,
-        samples=config.train.samples * config.pipeline.replicas,
+        samples=config.train.samples * config.sample_shares,
         positions=bundle.batches.positions,
         steps=config.train.steps,
         first_step=begun.step if begun else 0,
         resumed=str(begun.path) if begun else None,
         changed=changes(begun, bundle.digest, config) if begun else (),
-        workers_here=workers_here(schedule.workers * config.pipeline.replicas),
+        workers_here=workers_here(config.processes),
         cores=cores(),
         on_cpu=config.pipeline.transport != "nccl",
+        mesh=degrees_of(config).sizes,
         unit=bundle.unit,
         target=bundle.target,
         where=where,

@@ -31,6 +31,7 @@ from .config import RunConfig
 from .folder import METRICS, RunFolder
 from .job import Job, prepare
 from .live import Live
+from .mesh import mesh_options, samples_of
 from .resuming import DATA, read, set_aside_after
 from .run_recorder import RunRecorder, Watch
 from .sections.keys import AUTO
@@ -134,7 +135,7 @@ class Trainer:
             optimizer=job.optimizer,
             scheduler=job.scheduler,
             cuts=job.cuts,
-            mesh=config.plan.ranks(job.schedule.workers, config.pipeline.replicas),
+            **mesh_options(config, job.schedule.workers, transport.device.type),
             transport=transport,
             seed=config.train.seed,
             execution=config.pipeline,
@@ -312,12 +313,11 @@ class Trainer:
         return done < train.steps and self._stops(done)
 
     def _batch(self, number: int) -> tuple[Any, Any]:
-        return self.job.bundle.batches.batch(
-            number,
-            self.config.train.samples,
-            replica=self.pipeline.replica,
-            replicas=self.pipeline.replicas,
+        data = self.pipeline.data
+        batch = self.job.bundle.batches.batch(
+            number, self.config.train.samples, replica=data.number, replicas=data.count
         )
+        return samples_of(self.pipeline, batch)
 
     # -- one step
 
@@ -341,11 +341,12 @@ class Trainer:
 
     def _evaluate(self) -> None:
         self._flush()
-        samples = self.config.train.samples
-        pieces = max(1, _VALIDATION_SAMPLES // (samples * self.pipeline.replicas))
-        inputs, targets = self.job.bundle.batches.validation(
-            samples * pieces, replica=self.pipeline.replica, replicas=self.pipeline.replicas
+        samples, data = self.config.train.samples, self.pipeline.data
+        pieces = max(1, _VALIDATION_SAMPLES // (samples * data.count))
+        validation = self.job.bundle.batches.validation(
+            samples * pieces, replica=data.number, replicas=data.count
         )
+        inputs, targets = samples_of(self.pipeline, validation)
 
         def loss() -> float:
             ranges = [slice(piece * samples, (piece + 1) * samples) for piece in range(pieces)]

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from counterflow.errors import ConfigError
 from counterflow.planning import Cluster, Model, Prediction, Profile
-from counterflow.planning.cost.device_placement import devices
+from counterflow.planning.cost.device_placement import mesh
 from counterflow.planning.cost.stages import Cuts
 from counterflow.runtime.transport.kinds import GLOO, NCCL
 from counterflow.schedule.layouts import Layout
@@ -79,12 +79,6 @@ def planned_config(
             'the keys of [model] there, for example kind = "gpt" and layers = 8'
         )
     plan = prediction.configuration
-    if plan.tensor_parallel > 1:
-        raise ConfigError(
-            f"the best plan has tensor parallelism over {plan.tensor_parallel}, for which configs have no "
-            "key; run it in Python with Pipeline(mesh=..., parallelize=...) with the mesh that 'plan --json' "
-            "gives, or plan with --tensor-parallel 1"
-        )
     if "optimizer" not in model.config and model.optimizer_states not in _OPTIMIZERS:
         known = ", ".join(f"{states:g} ({_in_words(o)})" for states, o in _OPTIMIZERS.items())
         raise ConfigError(
@@ -104,6 +98,7 @@ def planned_config(
             "transport": (NCCL if cluster.cores is None else GLOO).name,
             "zero_stage": plan.zero_stage,
         },
+        "mesh": {"tp": plan.tensor_parallel},
         "optimizer": _OPTIMIZERS.get(model.optimizer_states, {}),
         "train": {"samples": plan.samples * prediction.micro_batches},
     }
@@ -126,7 +121,8 @@ def planned_config(
             f"blocks, head), but the model lists {len(model.layers)}; make the numbers equal"
         )
     placement = config.build_schedule().placement
-    placed = devices(placement, plan.replicas, plan.arrangement, cluster, plan.nodes)
+    places = placement, plan.replicas, plan.arrangement, plan.tensor_parallel
+    placed = mesh(*places, cluster=cluster, nodes=plan.nodes)
     expected: dict[str, Any] = {
         "cluster": cluster.name,
         "profile": profile.name,
@@ -134,7 +130,7 @@ def planned_config(
         "micro_batch": plan.samples,
         "layout": str(layout) if (layout := _layout(model, plan.cuts)) else None,
         "arrangement": plan.arrangement.value,
-        "devices": [device for replica in placed for device in replica],
+        "devices": [device for replica in placed for worker in replica for device in worker],
         "step_seconds": prediction.step_seconds,
         "samples_per_second": prediction.samples_per_second,
         "bubble_ratio": prediction.bubble_ratio,

@@ -6,8 +6,9 @@ imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -39,6 +40,7 @@ class About:
         options: options of the scheme.
         workers: workers of a pipeline group.
         replicas: number of pipeline groups.
+        mesh: names and sizes of the mesh's dimensions inside of a stage; empty: each stage is on one rank.
         pipes: passes through all stages.
         stage_layers: first and last layer of each stage.
         micro_batches: micro-batches of a replica's mini-batch.
@@ -80,11 +82,17 @@ class About:
     unit: str = "byte"
     target: str = "byte"
     where: str = "on the CPU"
+    mesh: dict[str, int] = field(default_factory=dict)
 
     @property
     def processes(self) -> int:
-        """Workers of all replicas."""
-        return self.workers * self.replicas
+        """Number of ranks: workers of all replicas, at all positions of the mesh."""
+        return self.workers * self.replicas * math.prod(self.mesh.values())
+
+    @property
+    def sample_shares(self) -> int:
+        """Number of groups of ranks that have samples of their own."""
+        return self.replicas * math.prod(n for name, n in self.mesh.items() if name.startswith("dp_shard"))
 
     @property
     def shares_cores(self) -> bool:
@@ -158,6 +166,21 @@ class Summary:
 
 _FOLDER = Annotated[str, describe("of the results")]
 
+
+class WeightsShown(Part):
+    """Weights that a mesh divides, sums and counts alike."""
+
+    stages: Annotated[list[int], describe("stages that hold them")]
+    names: Annotated[list[str], describe("names in the model")]
+    ranks: Annotated[list[int], describe("ranks that hold a part")]
+    contents: Annotated[dict[str, str], describe("by dimension of the mesh: replicated, shard or expert")]
+    summed_by_engine: Annotated[
+        list[list[int]], describe("groups of ranks over which Counterflow sums gradients")
+    ]
+    summed_by_fsdp: Annotated[list[str], describe("dimensions over which fully_shard sums gradients")]
+    counted_by: Annotated[list[int], describe("ranks whose part counts in the gradient norm")]
+
+
 Prepared = result_of(
     "`counterflow train --dry-run`.",
     Result,
@@ -166,14 +189,21 @@ Prepared = result_of(
     least_bytes=Annotated[
         list[int], describe("by worker: weights, gradients and optimiser state; activations come on top")
     ],
+    weights=Annotated[
+        list[WeightsShown], describe("groups of weights that are divided alike; empty without [mesh]")
+    ],
 )
 
 Trained = result_of("`counterflow train`.", Result, About, Summary, folder=_FOLDER)
 
 
-def prepared(about: About, folder: Path, least_bytes: Sequence[int]) -> Result:
-    """Description of what would be trained, and the bytes that each worker holds at least."""
-    return Prepared.of(**asdict(about), folder=str(folder), least_bytes=list(least_bytes))
+def prepared(
+    about: About, folder: Path, least_bytes: Sequence[int], weights: Sequence[Mapping[str, Any]] = ()
+) -> Result:
+    """Description of what would be trained, the bytes that each worker holds at least, and the weights."""
+    return Prepared.of(
+        **asdict(about), folder=str(folder), least_bytes=list(least_bytes), weights=list(weights)
+    )
 
 
 def trained(summary: Summary, folder: Path) -> Result:

@@ -64,6 +64,11 @@ def from_transformers(config: RunConfig) -> ModelAndData:
     assert section.path is not None  # a config of this kind has a tokenizer and data
     assert data.path is not None
     task = _task_of(section.path)
+    if config.mesh.cp > 1 and task is not _CAUSAL:
+        raise ConfigError(
+            f"mesh.cp = {config.mesh.cp}: contexts share causal attention alone, and model.path = "
+            f"{section.path} is no causal language model; leave it out"
+        )
     dtype = getattr(torch, section.dtype or "float32")
     auto = getattr(imported("transformers"), task.auto)
     model: Any = hf.load(section.path, auto=auto, dtype=dtype, weights=not section.fresh)

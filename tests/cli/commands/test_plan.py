@@ -252,11 +252,12 @@ def test_tensor_parallelism_is_planned_where_it_is_asked_for(run: Run, tmp_path:
     assert "  mesh                    [[[0, 1, 2, 3], [4, 5, 6, 7]]] (replica, worker, tp)\n" in text
     (plain,) = run(f"{line} --json").json["best"]
     assert (plain["tensor_parallel"], plain["mesh"]) == (1, None)
-    refused = run(f"{line} --tensor-parallel 2 --out {tmp_path / 'plan.toml'}")
-    assert refused.code != 0
-    assert (
-        "the best plan has tensor parallelism over 2, for which configs have no key; run it in" in refused.err
-    )
+    out = tmp_path / "plan.toml"
+    (divided,) = run(f"{line} --tensor-parallel 2 --out {out} --json").json["best"]
+    config = load_config(out)
+    assert (config.mesh.tp, config.processes) == (2, 8)
+    devices = [device for replica in divided["mesh"] for worker in replica for device in worker]
+    assert list(config.plan.devices or ()) == devices
 
 
 def test_wanted_values_that_leave_no_candidate(run: Run) -> None:

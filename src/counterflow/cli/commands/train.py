@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -153,10 +154,12 @@ def _prepare(config: RunConfig, *, as_json: bool) -> None:
     job = prepare(config)
     if _rank():
         return
+    rehearsal = job.rehearsal()
     folder = RunFolder.tried(job.config, job.start.path if job.start is not None else None)
     least = job.least_bytes()
     if as_json:
-        print_json(prepared(job.about, folder, least))
+        rows = rehearsal.table.rows if rehearsal is not None else ()
+        print_json(prepared(job.about, folder, least, [asdict(row) for row in rows]))
         return
     for line in introduction(job.about):
         echo(line)
@@ -170,6 +173,8 @@ def _prepare(config: RunConfig, *, as_json: bool) -> None:
             f"Warning: a worker needs {byte_size(max(least))} at least, and its share of this machine's "
             f"memory is {byte_size(device_memory)}"
         )
+    if rehearsal is not None:
+        echo(str(rehearsal.table))
     echo(f"results would go to {folder}, which can be written; nothing was started")
 
 

@@ -20,6 +20,7 @@ from counterflow.schedule.layouts.layout_report import LayoutShown
 from counterflow.schedule.schedule_report import Schemes
 from counterflow.simulation.report import Simulated
 from counterflow.synthesis.synthesis_report import Synthesized
+from counterflow.training.mesh_report import MeshShown
 from counterflow.training.profiling import Profiled
 from counterflow.training.training_report import ConfigKeys, Prepared, Trained
 from counterflow.verification.verification_report import Verified
@@ -27,7 +28,7 @@ from counterflow.verification.verification_report import Verified
 COMMANDS: tuple[type[Result], ...] = (
     *(Simulated, Synthesized, ComparisonShown, Checked, Verified, Schemes, Planned, Examples),
     *(LayoutShown, TranslatedShown),
-    *(Profiled, Trained, Prepared, ConfigKeys, ConvertedShown, Doctor),
+    *(Profiled, Trained, Prepared, MeshShown, ConfigKeys, ConvertedShown, Doctor),
     *(Reproducible, TableShown, FigureShown, FiguresShown),
 )
 

@@ -151,15 +151,17 @@ def introduction(about: About) -> list[str]:
     layers = ", ".join(f"{a}–{b}" if a != b else str(a) for a, b in about.stage_layers)
     options = " ".join(f"{name}={value}" for name, value in about.options.items())
     copies = f" · {about.replicas} replicas" if about.replicas > 1 else ""
+    sizes = " x ".join(f"{name} {size}" for name, size in about.mesh.items())
+    positions = f", each on {sizes} ranks: {about.processes} in all" if sizes else ""
     going_on = f", resumes from step {about.first_step:,}" if about.first_step else ""
     return [
         f"{about.model}: {about.parameters:,} parameters",
         f"{about.text}: {about.text_bytes:,} bytes, unigram entropy {about.unigram_entropy:.3f} nats "
         f"a {about.target}",
         f"{about.scheme} {options}",
-        f"{about.workers} workers{copies} · {len(about.stage_layers)} stages (layers {layers})",
+        f"{about.workers} workers{copies}{positions} · {len(about.stage_layers)} stages (layers {layers})",
         f"{about.steps:,} steps{going_on}, each {about.samples:,} samples of {about.positions:,} "
-        f"{about.unit}s in {about.micro_batches * about.replicas:,} micro-batches",
+        f"{about.unit}s in {about.micro_batches * about.sample_shares:,} micro-batches",
         f"workers compute {about.where}",
         *([f"resumes from {about.resumed}"] if about.resumed else []),
         *(f"changed: {change}" for change in about.changed),

@@ -60,6 +60,12 @@ def pointers(tensors: Iterable[Tensor]) -> set[int]:
     return {pointer(part) for tensor in tensors for part in parts(tensor)}
 
 
+def storage_bytes(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes of the memory of tensors, by its address; memory that several share is there once."""
+    storages = ((pointer(part), part.untyped_storage()) for tensor in tensors for part in parts(tensor))
+    return {address: storage.nbytes() for address, storage in storages if address}
+
+
 def pointer(tensor: Tensor) -> int:
     """Address of a tensor's memory; 0 if it has none, as torch.func's."""
     try:

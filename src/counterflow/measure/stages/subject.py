@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from counterflow.common.tensors.graphs import graph_of, pointers, saved_by
+from counterflow.common.tensors.graphs import graph_of, pointers, saved_by, storage_bytes
 from counterflow.common.trees import tensors_in
 from counterflow.planning.inputs.profile import LayerProfile
 from counterflow.runtime.pipeline import Pipeline
@@ -149,7 +149,7 @@ def with_workspace(
             weight_gradients_peak_bytes=zero,
             kept_gradient_bytes=zero,
         )
-    size = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in outputs}.values())
+    size = sum(storage_bytes(outputs).values())
     gradients = [torch.ones_like(t) for t in outputs]
     with allocated(device, since=forward.current) as left:
         del outputs
@@ -168,9 +168,7 @@ def with_workspace(
     with allocated(device) as first:
         split_pass.backward(gradients)
     subject.drop_gradients()
-    kept = {
-        part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in split_pass.deferred()
-    }
+    kept = storage_bytes(split_pass.deferred())
     with allocated(device) as second:
         split_pass.weight_gradients()
     created = sum(size for pointer, size in kept.items() if pointer not in saved)

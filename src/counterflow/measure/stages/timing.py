@@ -14,7 +14,8 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from counterflow.common.tensors.graphs import graph_of, pointers, saved_by
+from counterflow.common.tensors.dtensors import parts
+from counterflow.common.tensors.graphs import graph_of, pointer, pointers, saved_by, storage_bytes
 from counterflow.common.trees import tensors_in
 from counterflow.planning.inputs.profile import LayerProfile
 from counterflow.runtime.messages.values import Unit, flatten_value
@@ -154,8 +155,7 @@ def _measured(
         copy.precision.forget()
         pipeline.weights.clear()
         pipeline.weights.detach()
-    stage_inputs = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in given}
-    input_bytes = 0 if copy.stage == 0 else round(scale * sum(stage_inputs.values()))
+    input_bytes = 0 if copy.stage == 0 else round(scale * sum(storage_bytes(given).values()))
     layer_input_bytes = round(scale * layer_inputs)
     return StageCost(
         profile=replace(profile, kept_anyway_bytes=(max(0, layer_input_bytes - input_bytes),)),
@@ -197,7 +197,7 @@ def _in_both(constant: list[Tensor], run: Callable[[], list[Tensor]]) -> list[Te
     """
     graphs = [graph_of(run()) for _ in range(2)]
     saved = [
-        {t.untyped_storage().data_ptr(): t for t in saved_by(graph) if t.untyped_storage().nbytes()}
+        {pointer(t): t for tensor in saved_by(graph) for t in parts(tensor) if t.untyped_storage().nbytes()}
         for graph in graphs
     ]
     return [saved[0][p] for p in saved[0].keys() & saved[1].keys() - pointers(constant)]

@@ -15,7 +15,7 @@ from typing_extensions import override
 from counterflow.api.carry import Carry
 from counterflow.api.contexts import Context, Share
 
-from .mesh_function import MeshFunction
+from .mesh_function import DimNames, MeshFunction
 from .parallel import StageModule
 
 
@@ -26,7 +26,7 @@ class ContextParallel(MeshFunction):
     whose attention is ``cf.attend`` see whole sequences: the built-in GPT, and decoders of transformers.
 
     Args:
-        dim: name of the mesh's dimension.
+        dim: name of the mesh's dimension, or names of several whose positions share sequences together.
         ring: True if keys and values go around, so that no position holds all of them; False if they are
             gathered.
         fully_shard: names of the dimensions over which weights are sharded, ``dim`` among them or not; empty:
@@ -38,7 +38,7 @@ class ContextParallel(MeshFunction):
     """
 
     def __init__(
-        self, dim: str = "cp", *, ring: bool = False, fully_shard: tuple[str, ...] | str = (), **options: Any
+        self, dim: DimNames = "cp", *, ring: bool = False, fully_shard: DimNames = (), **options: Any
     ) -> None:
         super().__init__(dim, fully_shard, options)
         self.ring = ring
@@ -57,8 +57,7 @@ class ContextParallel(MeshFunction):
         Raises:
             ConfigError: the mesh has no such dimension.
         """
-        self._refuse_unknown_dims(mesh)
-        part = mesh[self.dim]
+        part = self._part(mesh)
         stage.context = Context(Share(part.get_local_rank(), part.size()), part.get_group(), ring=self.ring)
         for module in stage.modules():
             if isinstance(module, Carry):

@@ -21,7 +21,7 @@ from counterflow.api.experts import combine, dispatch, expert_group, joined, loc
 from counterflow.common.tensors.torch_private import flattened, parameters_of, shard_placements
 from counterflow.errors import ConfigError
 
-from .mesh_function import MeshFunction
+from .mesh_function import DimNames, MeshFunction
 from .parallel import ExpertWeight, StageModule
 
 EXPERT_PARAMETERS = "expert_parameters"
@@ -44,7 +44,7 @@ class ExpertParallel(MeshFunction):
     not divide them. Tensor parallelism of other modules goes before: call this function in one of your own.
 
     Args:
-        dim: name of the mesh's dimension.
+        dim: name of the mesh's dimension, or names of several over whose positions experts are divided.
         fully_shard: names of the dimensions over which all other weights are sharded, ``dim`` among them or
             not; empty: they are the same at all positions.
         options: further arguments of ``fully_shard``, such as ``reshard_after_forward``.
@@ -53,7 +53,7 @@ class ExpertParallel(MeshFunction):
     ExpertParallel('ep', fully_shard=('shard', 'ep'))
     """
 
-    def __init__(self, dim: str = "ep", *, fully_shard: tuple[str, ...] | str = (), **options: Any) -> None:
+    def __init__(self, dim: DimNames = "ep", *, fully_shard: DimNames = (), **options: Any) -> None:
         super().__init__(dim, fully_shard, options)
 
     def __call__(self, stage: StageModule, mesh: DeviceMesh) -> None:
@@ -66,15 +66,15 @@ class ExpertParallel(MeshFunction):
         Raises:
             ConfigError: the mesh has no such dimension, or experts cannot be divided over it.
         """
-        self._refuse_unknown_dims(mesh)
+        part = self._part(mesh)
         stage.divides_experts = True
         for module, parameters in [*expert_modules(stage)]:
-            _divide(stage, module, parameters, mesh[self.dim])
+            _divide(stage, module, parameters, part)
         self._shard_weights(stage, mesh, **self._expert_options(stage, mesh))
 
     def _expert_options(self, stage: StageModule, mesh: DeviceMesh) -> dict[str, Any]:
         experts = {module.get_parameter(name) for module, name, _ in stage.expert_weights}
-        rest = tuple(name for name in self.fully_shard if name != self.dim)
+        rest = tuple(name for name in self.fully_shard if name not in self.dims)
         if not experts or rest == self.fully_shard:  # experts are sharded as the other weights are
             return {}
         if not rest:
@@ -118,6 +118,37 @@ def _is_routed(module: nn.Module) -> bool:
     return len(places) == 4 and "hidden_states" in places
 
 
+def refuse_uneven(place: str, module: nn.Module, names: list[str], size: int) -> int:
+    """Refuse a module whose experts cannot be divided evenly.
+
+    Args:
+        place: layer or stage of the module, in the message.
+        module: module of experts.
+        names: names of its parameters [experts, ...].
+        size: number of positions.
+
+    Returns:
+        Number of experts.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    kind = type(module).__name__
+    counts = {module.get_parameter(name).shape[0] for name in names}
+    if len(counts) != 1:
+        raise ConfigError(
+            f"{place}: the parameters {', '.join(names)} of {kind} have first dimensions of "
+            f"{sorted(counts)}; give those that have one entry for each expert"
+        )
+    (count,) = counts
+    if count % size:
+        raise ConfigError(
+            f"{place}: {count} experts of {kind} cannot be divided among {size} positions of the mesh; "
+            "choose a divisor"
+        )
+    return count
+
+
 def _divide(stage: StageModule, module: nn.Module, names: list[str], mesh: DeviceMesh) -> None:
     """Leave a position its experts of a module's parameters.
 
@@ -126,19 +157,7 @@ def _divide(stage: StageModule, module: nn.Module, names: list[str], mesh: Devic
     """
     from torch.distributed.tensor import Shard, distribute_tensor  # noqa: PLC0415 - see dtensors.py
 
-    kind = type(module).__name__
-    counts = {module.get_parameter(name).shape[0] for name in names}
-    if len(counts) != 1:
-        raise ConfigError(
-            f"stage {stage.number}: the parameters {', '.join(names)} of {kind} have first dimensions of "
-            f"{sorted(counts)}; give those that have one entry for each expert"
-        )
-    (count,) = counts
-    if count % mesh.size():
-        raise ConfigError(
-            f"stage {stage.number}: {count} experts of {kind} cannot be divided among the {mesh.size()} "
-            f"positions of the mesh's dimension {(mesh.mesh_dim_names or ('',))[0]!r}; choose a divisor"
-        )
+    count = refuse_uneven(f"stage {stage.number}", module, names, mesh.size())
     ranks = tuple(dist.get_process_group_ranks(mesh.get_group()))
     for name in names:
         parameter = module.get_parameter(name)

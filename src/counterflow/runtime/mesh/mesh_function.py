@@ -1,4 +1,4 @@
-"""What functions for ``parallelize=`` have in common that use a dimension of the mesh by its name."""
+"""What functions for ``parallelize=`` have in common that use dimensions of the mesh by their names."""
 
 from __future__ import annotations
 
@@ -11,55 +11,77 @@ from counterflow.errors import ConfigError
 
 from .parallel import StageModule
 
+DimNames = tuple[str, ...] | str
+"""Name of a dimension of the mesh, or names of several."""
+
 
 class MeshFunction:
-    """Base of functions for ``parallelize=``: a dimension of the mesh, and those of ``fully_shard``.
+    """Base of functions for ``parallelize=``: dimensions of the mesh, and those of ``fully_shard``.
 
     Args:
-        dim: name of the mesh's dimension.
+        dim: name of the mesh's dimension; of several, all their positions count, in this order.
         fully_shard: names of the dimensions over which weights are sharded; empty: they are not sharded.
         options: further arguments of ``fully_shard``.
     """
 
-    def __init__(self, dim: str, fully_shard: tuple[str, ...] | str, options: dict[str, Any]) -> None:
-        self.dim = dim
-        self.fully_shard = (fully_shard,) if isinstance(fully_shard, str) else tuple(fully_shard)
+    def __init__(self, dim: DimNames, fully_shard: DimNames, options: dict[str, Any]) -> None:
+        self.dims = as_names(dim)
+        self.fully_shard = as_names(fully_shard)
         self.options = options
 
     def __repr__(self) -> str:
         """Constructor call."""
+        dims = self.dims[0] if len(self.dims) == 1 else self.dims
         shards = [f"fully_shard={self.fully_shard}"] if self.fully_shard else []
-        return f"{type(self).__name__}({', '.join([repr(self.dim), *self._flags(), *shards])})"
+        return f"{type(self).__name__}({', '.join([repr(dims), *self._flags(), *shards])})"
 
     def _flags(self) -> list[str]:
         return []
 
-    def _refuse_unknown_dims(self, mesh: DeviceMesh) -> None:
-        """Refuse a mesh without a dimension that is used.
+    def _part(self, mesh: DeviceMesh) -> DeviceMesh:
+        """The positions along the dimensions that are used.
 
         Raises:
-            ConfigError: it is one.
+            ConfigError: the mesh has no such dimension.
         """
         names = mesh.mesh_dim_names or ()
-        for name in (self.dim, *self.fully_shard):
+        for name in (*self.dims, *self.fully_shard):
             if name not in names:
                 raise ConfigError(
                     f"{self!r}: the mesh has no dimension {name!r} after (replica, worker), but "
                     f"{', '.join(names)}"
                 )
+        part: DeviceMesh = flattened(mesh, self.dims)
+        return part
 
     def _shard_weights(self, stage: StageModule, mesh: DeviceMesh, **options: Any) -> None:
-        """Shard each layer and the rest of the stage by themselves, if that was asked for.
+        """Shard the stage if that was asked for.
 
         Args:
             stage: the stage.
             mesh: further dimensions of the mesh.
             options: arguments of ``fully_shard`` beside those of the constructor.
         """
-        if not self.fully_shard:
-            return
-        from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - see dtensors.py
+        if self.fully_shard:
+            shard_weights(stage, mesh, self.fully_shard, **self.options, **options)
 
-        shard_mesh = flattened(mesh, self.fully_shard)
-        for module in (*stage, stage):
-            fully_shard(module, mesh=shard_mesh, **self.options, **options)
+
+def as_names(names: DimNames) -> tuple[str, ...]:
+    """Names of dimensions as a tuple."""
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def shard_weights(stage: StageModule, mesh: DeviceMesh, dims: tuple[str, ...], **options: Any) -> None:
+    """Shard each layer of a stage and the rest of it by themselves, by ``fully_shard``.
+
+    Args:
+        stage: the stage.
+        mesh: further dimensions of the mesh.
+        dims: names of the dimensions over which weights are sharded.
+        options: arguments of ``fully_shard``.
+    """
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - see dtensors.py
+
+    shard_mesh = flattened(mesh, dims)
+    for module in (*stage, stage):
+        fully_shard(module, mesh=shard_mesh, **options)

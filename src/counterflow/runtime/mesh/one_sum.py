@@ -79,6 +79,17 @@ class OneSum:
         for module in self._sharded:
             end_fsdp_backward(module)
 
+    def discard(self) -> None:
+        """Drop gradients that were added up beside a step, and whole weights."""
+        for group in self._used():
+            for parameter in group.fsdp_params:
+                full = whole_parameter(parameter)
+                if full is not None:
+                    _taken(parameter, full)
+            group.reshard()
+        for module in self._sharded:
+            end_fsdp_backward(module)
+
     def _let_sum(self, *, sums: bool) -> None:
         for module in self._sharded:
             module.set_requires_gradient_sync(sums, recurse=False)

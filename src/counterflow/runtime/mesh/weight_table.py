@@ -5,11 +5,18 @@ It is read of the record that sums, norms, digests, states and checkpoints read 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from .parallel_dims import Content, ParallelDims, WeightDims
 from .rank_mesh import REPLICA, WORKER
+
+_MOST_GROUPS = 2
+"""Number of groups of ranks that the text lists."""
+
+_MOST_NUMBERS = 8
+"""Number of ranks or stages that the text lists if they are not in a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +57,18 @@ class WeightTable:
     def __str__(self) -> str:
         """Text of the table, a paragraph for each group of weights."""
         mesh = " x ".join(f"{name} {size}" for name, size in self.dims.items())
-        return "\n".join([f"mesh: {mesh}", *(_text(row) for row in self.rows)])
+        return "\n".join([f"mesh: {mesh}", *map(_text, self._joined())])
+
+    def _joined(self) -> Iterable[WeightRow]:
+        """Rows in which weights of several stages that are divided and summed alike are together."""
+        joined: dict[tuple[Any, ...], WeightRow] = {}
+        for row in self.rows:
+            key = row.ranks, *row.contents.items(), row.summed_by_engine, row.summed_by_fsdp, row.counted_by
+            known = joined.get(key)
+            stages, names = ((), ()) if known is None else (known.stages, known.names)
+            more = tuple(stage for stage in row.stages if stage not in stages)
+            joined[key] = replace(row, stages=(*stages, *more), names=(*names, *row.names))
+        return joined.values()
 
 
 def weight_table(
@@ -121,9 +139,11 @@ def _text(row: WeightRow) -> str:
     ]
     sums = [f"summed by fully_shard over {', '.join(row.summed_by_fsdp)}"] if row.summed_by_fsdp else []
     if row.summed_by_engine:
-        sums.append("summed over " + " and over ".join(map(_ranks, row.summed_by_engine)))
+        first_groups = " and over ".join(map(_ranks, row.summed_by_engine[:_MOST_GROUPS]))
+        rest = len(row.summed_by_engine) - _MOST_GROUPS
+        sums.append(f"summed over {first_groups}" + (f", and in {rest} more groups" if rest > 0 else ""))
     return (
-        f"stage{plural} {', '.join(map(str, row.stages))}: {first}\n"
+        f"stage{plural} {_numbers(row.stages)}: {first}\n"
         f"  on {_ranks(row.ranks)}: {' and '.join(divided) or 'the same on all'}\n"
         f"  gradients: {' and '.join(sums) or 'complete on each rank, summed over none'}\n"
         f"  norm: counts the part of {_ranks(row.counted_by)}"
@@ -136,8 +156,17 @@ def _ranks(ranks: Sequence[int]) -> str:
     >>> _ranks([0, 1, 2, 3]), _ranks([0, 2]), _ranks([5])
     ('ranks 0 to 3', 'ranks 0, 2', 'rank 5')
     """
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 2 and list(ranks) == [*range(ranks[0], ranks[-1] + 1)]:
-        return f"ranks {ranks[0]} to {ranks[-1]}"
-    return f"ranks {', '.join(map(str, ranks))}"
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_numbers(ranks)}"
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    """Ascending numbers in short.
+
+    >>> _numbers([0, 1, 2, 3]), _numbers([0, 2]), _numbers([*range(0, 40, 2)])
+    ('0 to 3', '0, 2', '0, 2, 4, … 38 (20)')
+    """
+    if len(numbers) > 2 and list(numbers) == [*range(numbers[0], numbers[-1] + 1)]:
+        return f"{numbers[0]} to {numbers[-1]}"
+    if len(numbers) > _MOST_NUMBERS:
+        return f"{', '.join(map(str, numbers[:3]))}, … {numbers[-1]} ({len(numbers)})"
+    return ", ".join(map(str, numbers))

@@ -313,6 +313,8 @@ class Weights:
         """Set all gradients to zero."""
         for gradients in self.placement.all_gradients():
             gradients.clear()
+        for copy in self.stages.values():
+            copy.discard_gradients()
 
     def held_bytes(self) -> int:
         """Bytes of all versions of the weights, buffers, gradients and optimiser state on this worker."""

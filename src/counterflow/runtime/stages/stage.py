@@ -396,6 +396,11 @@ class LocalStage:
         if self.module is not None and self.module.one_sum is not None:
             self.module.one_sum.sum()
 
+    def discard_gradients(self) -> None:
+        """Drop gradients that FSDP left whole, of passes beside a step."""
+        if self.module is not None and self.module.one_sum is not None:
+            self.module.one_sum.discard()
+
     def note_checked(self) -> None:
         """Note that the first graph is diagnosed, and that the values that layers pass on are known."""
         self.checked = True

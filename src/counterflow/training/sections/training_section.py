@@ -151,8 +151,8 @@ class PlanSection(Section):
     """Which workers share a node: pipeline-inside, replicas-inside or copies-inside."""
 
     devices: WholeNumbers | None = option(None, "a list of whole numbers")
-    """The device, which is the rank, of each worker of replica 0, of replica 1, …; counted from 0 node by
-    node.
+    """The device, which is the rank, of each worker of replica 0, of replica 1, …, at each position of the
+    mesh; counted from 0 node by node.
     """
 
     step_seconds: float | None = option(None, "a number", ge=0)
@@ -177,9 +177,13 @@ class PlanSection(Section):
             )
         return self
 
+    def devices_of(self, ranks: int) -> tuple[int, ...] | None:
+        """The device of each rank; None if the plan is for another number of them."""
+        return self.devices if self.devices is not None and len(self.devices) == ranks else None
+
     def ranks(self, workers: int, replicas: int) -> list[tuple[int, ...]] | None:
         """The rank of each worker, by replica; None if the plan has another layout."""
-        devices = self.devices
-        if devices is None or len(devices) != workers * replicas:
+        devices = self.devices_of(workers * replicas)
+        if devices is None:
             return None
         return [devices[r * workers : (r + 1) * workers] for r in range(replicas)]

@@ -15,6 +15,7 @@ from ..source import ModelAndData, ModelSource
 
 if TYPE_CHECKING:
     from counterflow.models import BERTConfig, GPTConfig
+    from counterflow.schedule.ir import Schedule
 
     from ..config import RunConfig
     from ..sections.model_section import ModelSection
@@ -69,6 +70,16 @@ class BuiltIn(ModelSource):
             raise ConfigError(
                 f"model.vocabulary = {model.vocabulary}: must be {least} or more: the data has {parts}"
             )
+
+    def refusal(self, config: RunConfig, schedule: Schedule) -> str | None:
+        """Refuse shared sequences of a model that attends in both directions."""
+        del schedule
+        if config.mesh.cp > 1 and family_of(config.model.kind) is Family.BERT:
+            return (
+                f"mesh.cp = {config.mesh.cp}: {config.model.kind} attends in both directions, and contexts "
+                "share causal attention alone; leave it out"
+            )
+        return None
 
     def learning_rate(self, config: RunConfig) -> float:
         """Narrow models have larger learning rates."""

@@ -1,0 +1,177 @@
+"""Degrees of parallelism beside the pipeline's, and the device mesh that has them.
+
+Invariant: experts borrow the positions of the data's shards and of the contexts, so a degree of experts adds
+no ranks. Names are torchtitan's: ``dp_shard``, ``cp``, ``tp``, ``ep``; its ``dp_replicate`` and ``pp`` are
+the pipeline's replicas and workers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from counterflow.errors import ConfigError
+
+from .context_parallel import ContextParallel
+from .expert_parallel import ExpertParallel, expert_modules, refuse_uneven
+from .mesh_function import shard_weights
+from .parallel import StageModule
+from .tensor_parallel import TensorParallel, divided_modules, refuse_undivided
+
+
+@dataclass(frozen=True, slots=True)
+class MeshDegrees:
+    """Degrees of parallelism inside of a stage; a function for ``parallelize=``.
+
+    A stage is on ``dp_shard * cp * tp`` ranks. Its weights are sharded by ``fully_shard`` over ``dp_shard``
+    and ``cp``; experts are divided among ``ep`` positions of these, and sharded over the rest.
+
+    Args:
+        dp_shard: positions with samples of their own, over which weights are sharded.
+        cp: positions that share each sequence.
+        tp: positions of tensor parallelism, which share the work of a layer.
+        ep: positions among which the experts of a layer are divided: a divisor of ``dp_shard * cp``.
+        ring: True if keys and values of contexts go around, False if they are gathered.
+
+    Raises:
+        ConfigError: a degree is below 1, or ``ep`` does not divide the positions.
+
+    >>> degrees = MeshDegrees(dp_shard=4, cp=2, ep=4)
+    >>> degrees.sizes, degrees.expert_dims
+    ({'dp_shard': 2, 'dp_shard_ep': 2, 'cp': 2}, ('dp_shard_ep', 'cp'))
+    >>> MeshDegrees(tp=2, ep=2)
+    Traceback (most recent call last):
+    counterflow.errors.ConfigError: ep = 2: must divide dp_shard * cp = 1; those of tp have equal tokens
+    """
+
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    ring: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("dp_shard", "cp", "tp", "ep"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} = {getattr(self, name)}: must be 1 or more")
+        data = self.dp_shard * self.cp
+        if data % self.ep:
+            raise ConfigError(
+                f"ep = {self.ep}: must divide dp_shard * cp = {data}; those of tp have equal tokens"
+            )
+
+    @property
+    def positions(self) -> int:
+        """Number of ranks that hold a stage together."""
+        return self.dp_shard * self.cp * self.tp
+
+    def _dims(self) -> Iterator[tuple[str, int, bool]]:
+        """Name and size of each dimension, and True if experts are divided over it.
+
+        Experts borrow the last positions, which are closest: a dimension of which they borrow a part is two.
+        """
+        contexts = math.gcd(self.ep, self.cp)
+        borrowed = {"dp_shard": self.ep // contexts, "cp": contexts, "tp": 1}
+        for name, part in borrowed.items():
+            size: int = getattr(self, name)
+            if 1 < part < size:
+                yield name, size // part, False
+                yield f"{name}_ep", part, True
+            elif size > 1:
+                yield name, size, part == size
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Names and sizes of the mesh's dimensions after (replica, worker); those of size 1 are omitted."""
+        return {name: size for name, size, _ in self._dims()}
+
+    @property
+    def shard_dims(self) -> tuple[str, ...]:
+        """Names of the dimensions over which ``fully_shard`` shards."""
+        return tuple(name for name in self.sizes if name != "tp")
+
+    @property
+    def context_dims(self) -> tuple[str, ...]:
+        """Names of the dimensions whose positions share sequences."""
+        return tuple(name for name in self.sizes if name.startswith("cp"))
+
+    @property
+    def expert_dims(self) -> tuple[str, ...]:
+        """Names of the dimensions over which experts are divided."""
+        return tuple(name for name, _, divides in self._dims() if divides)
+
+    def refuse_undivided(self, layers: Iterable[nn.Module]) -> None:
+        """Refuse a model that these degrees do not divide, before any rank starts.
+
+        Args:
+            layers: layers of the model; on the meta device, say.
+
+        Raises:
+            ConfigError: it has nothing to divide, or heads, features or experts that are no multiple.
+        """
+        tensors = experts = 0
+        for number, layer in enumerate(layers):
+            if self.tp > 1:
+                for name, module, plan in divided_modules(layer):
+                    refuse_undivided(f"layer {number}: {name}", module, plan, self.tp)
+                    tensors += 1
+            if self.ep > 1:
+                for module, names in expert_modules(layer):
+                    refuse_uneven(f"layer {number}", module, names, self.ep)
+                    experts += 1
+        if self.tp > 1 and not tensors:
+            raise ConfigError(
+                f"tp = {self.tp}: no module of the model says how tensor parallelism divides it"
+            )
+        if self.ep > 1 and not experts:
+            raise ConfigError(f"ep = {self.ep}: the model has no experts that can be divided")
+
+    def device_mesh(
+        self, replicas: int, workers: int, *, device: str = "cpu", ranks: Sequence[int] | None = None
+    ) -> DeviceMesh:
+        """Device mesh (replica, worker, …) with these degrees; all ranks call it.
+
+        Args:
+            replicas: copies of the pipeline.
+            workers: workers of a copy.
+            device: type of the devices, ``cpu`` or ``cuda``.
+            ranks: rank by replica, worker and position, row by row; None: in ascending order.
+        """
+        shape = (replicas, workers, *self.sizes.values())
+        count = math.prod(shape)
+        order = torch.arange(count) if ranks is None else torch.tensor(list(ranks))
+        return DeviceMesh(device, order.view(shape), mesh_dim_names=("replica", "worker", *self.sizes))
+
+    def __call__(self, stage: StageModule, mesh: DeviceMesh) -> None:
+        """Parallelize a stage: tensors, contexts, experts, then ``fully_shard``.
+
+        Args:
+            stage: the stage.
+            mesh: dimensions after (replica, worker), those of ``sizes``.
+        """
+        if self.tp > 1:
+            TensorParallel("tp")(stage, mesh)
+        if self.cp > 1:
+            ContextParallel(self.context_dims, ring=self.ring)(stage, mesh)
+        if self.ep > 1:
+            ExpertParallel(self.expert_dims, fully_shard=self.shard_dims)(stage, mesh)
+        elif self.shard_dims:
+            shard_weights(stage, mesh, self.shard_dims)
+
+    def options(self, replicas: int, workers: int, **mesh: Any) -> dict[str, Any]:
+        """Arguments ``mesh`` and ``parallelize`` of a pipeline; empty if all degrees are 1.
+
+        Args:
+            replicas: copies of the pipeline.
+            workers: workers of a copy.
+            mesh: further arguments of ``device_mesh``.
+        """
+        if self.positions == 1:
+            return {}
+        return {"mesh": self.device_mesh(replicas, workers, **mesh), "parallelize": self}
