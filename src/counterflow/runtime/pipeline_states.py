@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -64,6 +64,23 @@ class PipelineStates:
             WorkerError: the copies of a stage differ.
         """
         return self._engine.state_dicts.model(rank=rank, local=local, ema=ema)
+
+    def local_weights(self, *, ema: bool = False) -> AbstractContextManager[dict[Sequence[str], Any]]:
+        """Parameters, buffers and extra state of this worker within a context, where they are, not copied.
+
+        Sharded weights and divided experts are DTensors. In the context no other call of the pipeline is
+        made; with ``ema`` all workers enter it.
+
+        Args:
+            ema: whether trained weights are their averages, in the weights' precision.
+
+        Returns:
+            Context with a dict of values by all names of each in the model.
+
+        Raises:
+            ConfigError: mini-batches are in flight, or there is no average.
+        """
+        return self._engine.state_dicts.local_weights(ema=ema)
 
     def stream_weights(self, rank: int = 0, *, ema: bool = False) -> Iterator[tuple[str, Any]]:
         """What ``model_state_dict`` has, name by name on one rank, which has one tensor at a time in memory.

@@ -84,6 +84,13 @@ class StateDicts:
             state = dict(self._streamed(rank, ema=ema))
         return dict(sorted(state.items(), key=lambda item: self._order.get(item[0], len(self._order))))
 
+    @contextmanager
+    def local_weights(self, *, ema: bool = False) -> Iterator[dict[Sequence[str], Any]]:
+        """Context with the weights of this worker as they are."""
+        self._guard.require_idle("local_weights()")
+        with self._weights.averaged() if ema else nullcontext():
+            yield self._local.weights()
+
     def stream(self, rank: int, *, ema: bool) -> Iterator[tuple[str, Any]]:
         """State of the model, name by name on one rank."""
         with self._guard.reported():

@@ -1,15 +1,24 @@
-"""Models of experts of transformers, in two stages by two positions, compared with one process: ``five``."""
+"""Models of experts of transformers, in two stages by two positions: compared with one process (``five``),
+read from folders and written to them (``files``).
+"""
 
 from __future__ import annotations
 
+import json
+import shutil
+import tempfile
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import counterflow as cf
+from counterflow.models.hf.file_forms import StoredWeight
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -89,3 +98,82 @@ def five() -> None:
                     actual = step.loss, step.grad_norm
                     # their routers and norms compute in float32
                     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6, msg=kind)
+
+
+def numbers_read(patch: pytest.MonkeyPatch) -> list[int]:
+    """List that gets the number of numbers of each tensor of experts that is read from now on."""
+    counts: list[int] = []
+    read = StoredWeight.read
+
+    def counted(weight: StoredWeight, load: Any, rows: slice) -> Tensor:
+        def noting(name: str, part: slice) -> Tensor:
+            tensor: Tensor = load(name, part)
+            counts.append(tensor.numel() if ".experts." in name else 0)
+            return tensor
+
+        return read(weight, noting, rows)
+
+    patch.setattr(StoredWeight, "read", counted)
+    return counts
+
+
+def saved_as_loaded(folder: Path, state: dict[str, Tensor]) -> None:
+    """``from_pretrained`` of a folder has a state bit for bit, and its logits; its index is right."""
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
+    again = type(model)(model.config).eval()
+    again.load_state_dict(state)
+    assert torch.equal(model(tokens()[0]).logits, again(tokens()[0]).logits)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    tensors = {file.name: load_file(file) for file in folder.glob("*.safetensors")}
+    assert index["weight_map"] == {name: file for file, part in tensors.items() for name in part}
+    size = sum(tensor.nbytes for part in tensors.values() for tensor in part.values())
+    assert index["metadata"]["total_size"] == size
+    model.save_pretrained(folder / "again")  # transformers writes the same names
+    assert index["weight_map"].keys() == load_file(folder / "again" / "model.safetensors").keys()
+
+
+def files() -> None:
+    """A position reads its experts and no others, and writes them; other layouts read what was written."""
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replica", "worker", "ep"))
+    both = init_device_mesh("cpu", (1, 1, 2, 2), mesh_dim_names=("replica", "worker", "shard", "ep"))
+    none = init_device_mesh("cpu", (1, 4), mesh_dim_names=("replica", "worker"))
+    layouts: list[tuple[Any, Any, Any]] = [
+        (mesh, cf.schemes.dapple(2, 2), cf.ExpertParallel("ep")),
+        (both, cf.schemes.dapple(1, 2), cf.ExpertParallel("ep", fully_shard=("shard", "ep"))),
+        (mesh, cf.schemes.zb_v(2, 4), cf.ExpertParallel("ep", fully_shard="ep")),
+        (none, cf.schemes.dapple(4, 2), None),
+    ]
+    first = torch.distributed.get_rank() == 0
+    for kind in MODELS:
+        folders = [tempfile.mkdtemp() if first else ""]
+        torch.distributed.broadcast_object_list(folders)
+        folder, model = Path(folders[0]), model_of(kind).float()
+        state: dict[str, Tensor] = model.state_dict()
+        if first:
+            model.save_pretrained(folder, max_shard_size="10KB")
+        torch.distributed.barrier()
+        for layout, schedule, parallelize in layouts:
+            with pytest.MonkeyPatch.context() as patch:
+                counts = numbers_read(patch)
+                pipeline = cf.Pipeline(
+                    cf.models.hf.load(folder), cf.models.hf.loss, schedule, optimizer=adamw,
+                    list_layers=cf.models.hf.layers, mesh=layout, parallelize=parallelize,
+                )  # fmt: skip
+            with pipeline:
+                torch.testing.assert_close(pipeline.model_state_dict(), state, rtol=0, atol=0)
+                with pipeline.local_weights() as weights:
+                    experts = [v for (name, *_), v in weights.items() if ".experts." in name]
+                assert sum(counts) == sum(v.numel() for v in experts) // (2 if parallelize else 1)
+                pipeline.step(*(tensor.chunk(pipeline.replicas)[pipeline.replica] for tensor in tokens()))
+                state = pipeline.model_state_dict()
+                cf.models.hf.save(model, pipeline, folder)
+                streamed = dict(pipeline.stream_weights())
+                if first:
+                    torch.testing.assert_close(streamed, state, rtol=0, atol=0)
+                    if parallelize:
+                        saved_as_loaded(folder, state)
+                torch.distributed.barrier()
+        if first:
+            shutil.rmtree(folder)

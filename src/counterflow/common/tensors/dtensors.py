@@ -64,6 +64,12 @@ def part_of(tensor: Tensor, parameter: Tensor) -> Tensor:
     return tensor[tuple(slice(first, first + size) for size, first in zip(shape, offset, strict=True))]
 
 
+def has_blocks(tensor: Tensor) -> bool:
+    """True if each rank has some rows of a DTensor, or all, and nothing is divided within a row."""
+    placements = cast("Any", tensor).placements
+    return all(place.is_replicate() or getattr(place, "dim", None) == 0 for place in placements)
+
+
 def parts(tensor: Tensor) -> Iterator[Tensor]:
     """The tensors with memory of their own in one that wraps others; else the tensor itself."""
     wrapper: Any = tensor

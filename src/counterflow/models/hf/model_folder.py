@@ -1,7 +1,8 @@
 """A model of transformers as a folder that ``from_pretrained`` reads, written by the workers of a pipeline.
 
-Invariant: each worker writes what it holds, and no worker has the whole model. The pipeline's tensors are
-written without rounding, and a tied tensor is written once.
+Invariant: each worker writes what it holds, and no worker has the whole model: of a sharded tensor that the
+files have in one, a worker has all for as long as it is written. The pipeline's tensors are written without
+rounding, in the form in which transformers writes them, and a tied tensor is written once.
 """
 
 from __future__ import annotations
@@ -9,14 +10,19 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from counterflow.common.extras import imported
+from counterflow.common.tensors.dtensors import full_tensor, has_blocks, is_dtensor, local
+from counterflow.common.tensors.torch_private import local_shape_and_offset
 from counterflow.errors import ConfigError
 
+from .file_forms import FileForms
 from .weight_files import INDEX, SINGLE
 
 if TYPE_CHECKING:
@@ -47,11 +53,12 @@ def save(
     transport = pipeline.transport
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        tensors: dict[str, Tensor] = pipeline.model_state_dict(local=True, ema=ema)
         if hasattr(model, "peft_config"):
+            tensors: dict[str, Tensor] = pipeline.model_state_dict(local=True, ema=ema)
             _save_adapters(model, _kept_for_adapters(tensors), transport, folder)
         else:
-            _save_shards(model, tensors, transport, folder)
+            with pipeline.local_weights(ema=ema) as weights:
+                _save_shards(model, weights, transport, folder)
         if transport.rank == 0 and tokenizer is not None:
             tokenizer.save_pretrained(folder)
     except OSError as error:
@@ -59,11 +66,50 @@ def save(
     transport.gather([])  # everything is written
 
 
-def _save_shards(model: Any, tensors: Mapping[str, Tensor], transport: Any, folder: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    """A weight of this worker, and what the files have of it.
+
+    Attributes:
+        name: name in the model.
+        value: the weight, a DTensor if this worker has a part.
+        first: number of this worker's first expert, if the files have each by itself; else None.
+        sizes: bytes by names in the files; of experts, only those of this worker.
+    """
+
+    name: str
+    value: Tensor
+    first: int | None
+    sizes: Mapping[str, int]
+
+    @classmethod
+    def of(cls, name: str, value: Tensor, forms: FileForms) -> _Weight:
+        """What the files have of a weight with this name."""
+        first, shape = None, tuple(value.shape)
+        if forms.by_expert(name) and is_dtensor(value) and has_blocks(value):
+            shape, (first, *_) = local_shape_and_offset(value)
+        empty = torch.empty(shape, dtype=value.dtype, device="meta")
+        pieces = forms.pieces(name, empty, first or 0) if empty.numel() or first is None else {}
+        return cls(name, value, first, {key: piece.nbytes for key, piece in pieces.items()})
+
+    def pieces(self, forms: FileForms) -> dict[str, Tensor]:
+        """Tensors of the files; all workers that hold a part of a weight make the call."""
+        if self.first is None:
+            return forms.pieces(self.name, full_tensor(self.value.detach()))
+        return forms.pieces(self.name, local(self.value), self.first) if self.sizes else {}
+
+
+def _save_shards(model: Any, weights: Mapping[Sequence[str], Tensor], transport: Any, folder: Path) -> None:
     from safetensors.torch import save_file  # noqa: PLC0415
 
-    names = _written(model)
-    sizes = {name: tensor.nbytes for name, tensor in tensors.items() if name in names}
+    forms, written = FileForms(model), _written(model)
+    parts = [
+        _Weight.of(name, value, forms)
+        for names, value in weights.items()
+        for name in names
+        if name in written
+    ]
+    sizes = {name: size for part in parts for name, size in part.sizes.items()}
     sizes_by_rank = transport.gather_objects(sizes)
     owners = _shared_out(sizes_by_rank)
     writers = sorted(set(owners.values()))
@@ -75,12 +121,16 @@ def _save_shards(model: Any, tensors: Mapping[str, Tensor], transport: Any, fold
         for old in (*folder.glob("model*.safetensors"), folder / INDEX):
             old.unlink(missing_ok=True)
     transport.gather([])
+    tensors: dict[str, Tensor] = {}
+    for part in parts:
+        for name, piece in part.pieces(forms).items():
+            if owners[name] == transport.rank:
+                tensors[name] = piece.detach().cpu().contiguous()
     if transport.rank in files:
-        part = {n: tensor.contiguous() for n, tensor in tensors.items() if owners.get(n) == transport.rank}
-        save_file(part, folder / files[transport.rank], metadata={"format": "pt"})
+        save_file(tensors, folder / files[transport.rank], metadata={"format": "pt"})
     if transport.rank:
         return
-    dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+    dtypes = {value.dtype for value in weights.values() if value.is_floating_point()}
     _save_config(model, folder, dtypes.pop() if len(dtypes) == 1 else None)
     if len(writers) > 1:
         total = sum(sizes_by_rank[rank][name] for name, rank in owners.items())

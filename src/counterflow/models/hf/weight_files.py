@@ -9,13 +9,11 @@ Invariant: no memory stays uninitialised; a tensor that neither the folder nor a
 
 from __future__ import annotations
 
-import importlib
-import itertools
 import json
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +23,8 @@ from torch import Tensor, nn
 
 from counterflow.common.extras import imported
 from counterflow.errors import ConfigError
+
+from .file_forms import ALL, StoredWeight, stored_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,13 +47,13 @@ class Folder:
     Attributes:
         path: the folder.
         files: by a tensor's name in the files, its file.
-        stored: by a tensor's name in the model, its name in the files.
+        stored: by a tensor's name in the model, its form in the files.
         prefix: prefix of the base model's names in the model, which a folder may lack.
     """
 
     path: Path
     files: Mapping[str, str]
-    stored: Mapping[str, str]
+    stored: Mapping[str, StoredWeight]
     prefix: str
 
     @classmethod
@@ -88,36 +88,48 @@ class Folder:
         except (OSError, ValueError, LookupError, SafetensorError) as error:
             raise ConfigError(f"{path}: its weights cannot be read: {error}") from None
         prefix = model.base_model_prefix
-        return cls(path, files, _stored(model, files), f"{prefix}." if prefix else "")
+        return cls(path, files, stored_weights(model, files), f"{prefix}." if prefix else "")
 
-    def find(self, names: Iterable[str]) -> str | None:
-        """Name in the files of a tensor with these names in the model."""
+    def find(self, names: Iterable[str]) -> StoredWeight | None:
+        """Form in the files of a tensor with these names in the model."""
         for name in names:
             for known in (name, name.removeprefix(self.prefix), self.prefix + name):
                 if known in self.stored:
                     return self.stored[known]
         return None
 
-    def copy_to(self, tensors: Mapping[str, Sequence[Tensor]]) -> None:
-        """Read tensors, by their names in the files.
+    def copy_to(self, tensors: Iterable[tuple[StoredWeight, Sequence[Tensor]]], rows: slice = ALL) -> None:
+        """Read weights into tensors, each file opened once.
+
+        Args:
+            tensors: weights and the tensors that get their values.
+            rows: rows of the weights that the tensors have.
 
         Raises:
             ConfigError: a tensor has another shape.
         """
         from safetensors import safe_open  # noqa: PLC0415
 
-        for file_name in sorted({self.files[name] for name in tensors}):
-            with safe_open(self.path / file_name, "pt") as file:
-                for name, tensor in ((n, t) for n, copies in tensors.items() for t in copies):
-                    if self.files[name] == file_name:
-                        stored = file.get_tensor(name)
-                        if stored.shape != tensor.shape:
-                            raise ConfigError(
-                                f"{self.path}: {name} has shape {tuple(stored.shape)}, but "
-                                f"{tuple(tensor.shape)} in the model; give the config that belongs to the "
-                                "weights"
-                            )
-                        tensor.copy_(stored)
+        with ExitStack() as stack:
+            opened: dict[str, Any] = {}
+
+            def load(name: str, rows: slice) -> Tensor:
+                file = self.files[name]
+                if file not in opened:
+                    opened[file] = stack.enter_context(safe_open(self.path / file, "pt"))
+                reader = opened[file]
+                tensor: Tensor = reader.get_tensor(name) if rows == ALL else reader.get_slice(name)[rows]
+                return tensor
+
+            for weight, copies in tensors:
+                values = weight.read(load, rows)
+                for tensor in copies:
+                    if values.shape != tensor.shape:
+                        raise ConfigError(
+                            f"{self.path}: {weight.name} has shape {tuple(values.shape)}, but "
+                            f"{tuple(tensor.shape)} in the model; give the config that belongs to the weights"
+                        )
+                    tensor.copy_(values)
 
     def check(self, model: PreTrainedModel) -> None:
         """Refuse a folder without all tensors of the base model; a head may be new if it has another class.
@@ -167,6 +179,11 @@ def load(
     """
     transformers = imported("transformers")
     config = read_config(path, **options)
+    if weights and getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"{path}: its weights are quantized, and are read as they are; read them with from_pretrained, "
+            "which dequantizes them, and save that model"
+        )
     folder = local_folder(path, weights=weights) if weights else None
     if auto is None:
         names = config.architectures or []
@@ -262,27 +279,32 @@ class Filling:
         tensors = layer.state_dict(keep_vars=True)
         return {name: self.names[id(tensor)] for name, tensor in tensors.items() if id(tensor) in self.names}
 
+    def stored(self, names: tuple[str, ...]) -> StoredWeight | None:
+        """Form in the folder's files of a tensor with these names in the model; None: it is in none."""
+        return self.folder.find(names) if self.folder is not None else None
+
     def fill(self, layer: nn.Module, names: Mapping[str, tuple[str, ...]]) -> None:
-        """Give all tensors of a layer their values.
+        """Give the tensors of a layer their values, except those that are on the meta device.
 
         Raises:
             ConfigError: no rule defines a tensor.
         """
         tensors = dict((*layer.named_parameters(), *layer.named_buffers()))
+        tensors = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
         with torch.no_grad(), _unset(tensors) as unset:
-            read: dict[
-                str, list[Tensor]
-            ] = {}  # peft has a copy of modules that are trained in addition to adapters
+            # peft has a copy of modules that are trained in addition to adapters
+            read: dict[str, tuple[StoredWeight, list[Tensor]]] = {}
             for name, tensor in tensors.items():
-                known = self.folder.find(names.get(name, ())) if self.folder is not None else None
-                if known is not None:
-                    read.setdefault(known, []).append(tensor)
+                weight = self.stored(names.get(name, ()))
+                if weight is not None:
+                    read.setdefault(weight.name, (weight, []))[1].append(tensor)
                     tensor._is_hf_initialized = True  # type: ignore[attr-defined] # a rule leaves it alone
             layer.apply(self._make)
-            for tensor in itertools.chain(*read.values()):
-                del tensor._is_hf_initialized  # type: ignore[attr-defined]
+            for _, copies in read.values():
+                for tensor in copies:
+                    del tensor._is_hf_initialized  # type: ignore[attr-defined]
             if self.folder is not None:
-                self.folder.copy_to(read)
+                self.folder.copy_to(read.values())
         if unset:
             raise ConfigError(
                 f"{unset[0]} of a {type(self.rules).__name__} is on the meta device, but its "
@@ -315,26 +337,6 @@ def _mark(tensor: Tensor) -> Any:
     if tensor.is_floating_point() or tensor.is_complex():
         return float("nan")
     return False if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).min
-
-
-def _stored(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
-    """Names in the files by names in a model, without tensors that are stored in another form.
-
-    Args:
-        model: a transformers model, which defines the names.
-        names: names in the files.
-    """
-    conversion = importlib.import_module("transformers.conversion_mapping")
-    loading = importlib.import_module("transformers.core_model_loading")
-    rules = conversion.get_model_conversion_mapping(model)
-    renamed = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
-    changed = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
-    stored: dict[str, str] = {}
-    for name in sorted(names):
-        known, converter = loading.rename_source_key(name, renamed, changed)
-        if converter is None:
-            stored[known] = name
-    return stored
 
 
 def _names(model: nn.Module) -> dict[int, tuple[str, ...]]:
@@ -382,5 +384,17 @@ class Layer(nn.Module):
         self.filling, self.names = filling, filling.of(self)
 
     def make_weights(self) -> None:
-        """Fill weights on the meta device from the model's folder, or by its own rules."""
+        """Fill weights from the model's folder, or by its own rules, except those on the meta device."""
         self.filling.fill(self, self.names)
+
+    def reads_rows(self, name: str) -> bool:
+        """True if rows of a weight can be read without the others."""
+        return not self.filling.adapters and self.filling.stored(self.names.get(name, ())) is not None
+
+    def read_rows(self, name: str, target: Tensor, first: int) -> None:
+        """Read rows of a weight, as many as a tensor has, beginning with a number."""
+        weight, folder = self.filling.stored(self.names[name]), self.filling.folder
+        assert weight is not None
+        assert folder is not None
+        with torch.no_grad():
+            folder.copy_to([(weight, [target])], slice(first, first + target.shape[0]))

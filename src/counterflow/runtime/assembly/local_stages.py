@@ -18,6 +18,7 @@ from counterflow.errors import ConfigError
 from counterflow.execution import Batching, Execution
 from counterflow.schedule.ir import Schedule
 
+from ..mesh.expert_parallel import expert_modules
 from ..mesh.parallel import (
     Parallelize,
     StageModule,
@@ -145,8 +146,15 @@ def local_stages(
         [(place_of(layer), layer.module) for layer in layers], model.modules(user_model), transport
     )
     trained = zip(layers, owned.modules, strict=True)
+    divides_experts = further is not None and getattr(parallelize, "divides_experts", False)
+    divided = {
+        module.get_parameter(name)
+        for root in (owned.modules if divides_experts else ())
+        for module, names in expert_modules(root)
+        for name in names
+    }
     layers_here = materialised(
-        [replace(layer, module=module) for layer, module in trained], transport.device, streams
+        [replace(layer, module=module) for layer, module in trained], transport.device, streams, divided
     )
     owned.rebind()
     if execution.deferred_batch_norm:

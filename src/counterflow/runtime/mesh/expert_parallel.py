@@ -53,6 +53,9 @@ class ExpertParallel(MeshFunction):
     ExpertParallel('ep', fully_shard=('shard', 'ep'))
     """
 
+    divides_experts = True
+    """Workers read experts of a model on the meta device after they are divided, each its own."""
+
     def __init__(self, dim: DimNames = "ep", *, fully_shard: DimNames = (), **options: Any) -> None:
         super().__init__(dim, fully_shard, options)
 
@@ -68,8 +71,9 @@ class ExpertParallel(MeshFunction):
         """
         part = self._part(mesh)
         stage.divides_experts = True
-        for module, parameters in [*expert_modules(stage)]:
-            _divide(stage, module, parameters, part)
+        for layer in stage:
+            for module, parameters in [*expert_modules(layer)]:
+                _divide(stage, layer, module, parameters, part)
         self._shard_weights(stage, mesh, **self._expert_options(stage, mesh))
 
     def _expert_options(self, stage: StageModule, mesh: DeviceMesh) -> dict[str, Any]:
@@ -93,9 +97,9 @@ def _placement(
     return shard(1 if shape[0] % size and not shape[1] % size else 0)
 
 
-def expert_modules(stage: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
-    """Modules of experts in a stage, with the names of their parameters [experts, ...]."""
-    for module in stage.modules():
+def expert_modules(root: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
+    """Modules of experts in a stage or a layer, with the names of their parameters [experts, ...]."""
+    for module in root.modules():
         names = getattr(module, EXPERT_PARAMETERS, None)
         if names is not None:
             yield module, [*names]
@@ -149,25 +153,38 @@ def refuse_uneven(place: str, module: nn.Module, names: list[str], size: int) ->
     return count
 
 
-def _divide(stage: StageModule, module: nn.Module, names: list[str], mesh: DeviceMesh) -> None:
-    """Leave a position its experts of a module's parameters.
+def _divide(
+    stage: StageModule, layer: nn.Module, module: nn.Module, names: list[str], mesh: DeviceMesh
+) -> None:
+    """Leave a position its experts of a module's parameters; those on the meta device are read.
 
     Raises:
         ConfigError: their number cannot be divided.
     """
-    from torch.distributed.tensor import Shard, distribute_tensor  # noqa: PLC0415 - see dtensors.py
-
     count = refuse_uneven(f"stage {stage.number}", module, names, mesh.size())
     ranks = tuple(dist.get_process_group_ranks(mesh.get_group()))
     for name in names:
         parameter = module.get_parameter(name)
-        # Weights are alike at all positions already; sending them again would need a collective per weight.
-        sharded = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
+        sharded = _divided(layer, parameter, mesh)
         setattr(module, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
         stage.expert_weights.append(ExpertWeight(module, name, ranks))
     if not hasattr(module, EXPERT_PARAMETERS):
         forward = cast("Any", partial(_routed_forward, module, module.forward, names, count))
         module.forward = forward
+
+
+def _divided(layer: nn.Module, parameter: nn.Parameter, mesh: DeviceMesh) -> Tensor:
+    """DTensor of a parameter [experts, ...] of a layer, of which each position has its experts."""
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor  # noqa: PLC0415 - see dtensors.py
+
+    if not parameter.is_meta:
+        # Weights are alike at all positions already; sending them again would need a collective per weight.
+        return distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
+    name = next(name for name, known in layer.named_parameters() if known is parameter)
+    count = parameter.shape[0] // mesh.size()
+    rows = torch.empty(count, *parameter.shape[1:], dtype=parameter.dtype, device=mesh.device_type)
+    cast("Any", layer).read_rows(name, rows, mesh.get_local_rank() * count)
+    return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False)
 
 
 def _routed_forward(  # noqa: PLR0917

@@ -92,6 +92,11 @@ class LocalState:
         pairs = ((names, _host_copy(value)) for entries in parts for names, value in entries)
         return {name: copy for names, copy in pairs for name in names}
 
+    def weights(self) -> dict[Sequence[str], Any]:
+        """Parameters, buffers and extra state at hand as they are, not copied, by all their names."""
+        parts = (*map(self._state_of, self._stages), self._extra_state.entries())
+        return {tuple(names): value for names, value in chain.from_iterable(parts)}
+
     def _state_of(self, stage: int) -> Iterator[tuple[Sequence[str], Any]]:
         for layer in self._stages[stage].with_weights:
             for name, value in layer.state().items():

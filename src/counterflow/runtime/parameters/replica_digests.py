@@ -37,7 +37,7 @@ def broadcast_initial_weights(
     """Let every copy of a stage start as its first holder's; all workers call it.
 
     Args:
-        stages: this worker's, before their weights are cut.
+        stages: this worker's, before their weights are cut; what is on the meta device is read after that.
         names: of the parameters of all stages; those that several stages share start as the first one's.
         holders: by stage, the workers that hold a copy.
         dims: record of the parallel dimensions.
@@ -50,7 +50,7 @@ def broadcast_initial_weights(
     parameters = {stage: named_parameters(copy, names) for stage, copy in stages.items()}
     device = transport.device
     own_digests: dict[object, tuple[int, float]] = {
-        s: (_shapes(copy), float(digest(tensors_of(copy), device))) for s, copy in stages.items()
+        s: (_shapes(copy), float(digest(_made(copy), device))) for s, copy in stages.items()
     }
     for name, sharers in tied.items():
         holder = next((stage for stage in sharers if stage in stages), None)
@@ -79,7 +79,7 @@ def broadcast_initial_weights(
         holder = next((stage for stage in sharers if stage in stages), None)
         send(name, holders[sharers[0]][0], [] if holder is None else [parameters[holder][name]])
     for stage, workers in enumerate(holders):
-        send(stage, workers[0], tensors_of(stages[stage]) if stage in stages else [])
+        send(stage, workers[0], _made(stages[stage]) if stage in stages else [])
 
 
 def refuse_other_seeds(named: Iterable[tuple[str, Tensor]], transport: Transport) -> None:
@@ -215,6 +215,10 @@ _WHY_APART = (
 
 def _shapes(copy: LocalStage) -> int:
     return number_of(*((tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(copy)))
+
+
+def _made(copy: LocalStage) -> list[Tensor]:
+    return [tensor for tensor in tensors_of(copy) if not tensor.is_meta]
 
 
 def tensors_of(copy: LocalStage, *, buffers: bool = True) -> list[Tensor]:

@@ -5,7 +5,8 @@ Invariant: weights that are initialised here do not depend on the cut.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -26,7 +27,10 @@ def have_statistics(layers: Sequence[NamedLayer]) -> bool:
 
 
 def materialised(
-    layers: Sequence[NamedLayer], device: torch.device, streams: RandomStreams
+    layers: Sequence[NamedLayer],
+    device: torch.device,
+    streams: RandomStreams,
+    divided: Collection[nn.Parameter] = (),
 ) -> list[NamedLayer]:
     """Move layers to the worker's device; layers on the meta device are allocated there and initialised.
 
@@ -38,6 +42,8 @@ def materialised(
         layers: the worker's layers.
         device: device of the result.
         streams: random streams of the run.
+        divided: parameters of which this worker will have some rows; they stay on the meta device if their
+            layer reads such rows later (``reads_rows``, ``read_rows``).
 
     Raises:
         ConfigError: a module on the meta device has parameters or buffers but no ``reset_parameters``; or a
@@ -56,19 +62,39 @@ def materialised(
                     f"layer {layer.index} ({type(module).__name__}) has {meta[0]} on the meta device and "
                     f"{real} on a real one: it would be made anew; build the whole layer on one of them"
                 )
-            _initialise(module, layer, device, streams, initialised)
+            rows = getattr(module, "reads_rows", None)
+            later = [
+                name
+                for name, parameter in module.named_parameters()
+                if callable(rows) and parameter in divided and rows(name)
+            ]
+            _initialise(module, layer, device, streams, initialised, later)
         else:
             module.to(device)
         result.append(NamedLayer(layer.index, layer.names, module))
     return result
 
 
-def _initialise(
+@contextmanager
+def _without(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Context in which a module lacks some of its parameters."""
+    parameters = {name: module.get_parameter(name) for name in names}
+    for name in names:
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, None)
+    yield
+    for name, parameter in parameters.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, parameter)
+
+
+def _initialise(  # noqa: PLR0917
     module: nn.Module,
     layer: NamedLayer,
     device: torch.device,
     streams: RandomStreams,
     initialised: dict[int, tuple[nn.Parameter, nn.Parameter]],
+    later: Sequence[str],
 ) -> None:
     place = f"layer {layer.index} ({type(module).__name__})"
     make_weights = getattr(module, "make_weights", None)
@@ -81,7 +107,8 @@ def _initialise(
                 "or build the layers on a real device"
             )
     before = dict(module.named_parameters(remove_duplicate=False))
-    module.to_empty(device=device)
+    with _without(module, later):
+        module.to_empty(device=device)
     firsts: dict[int, nn.Parameter] = {}
     for name, old in before.items():  # what is tied within the layer is made once
         owner, _, leaf = name.rpartition(".")
