@@ -50,7 +50,7 @@ def broadcast_initial_weights(
     parameters = {stage: named_parameters(copy, names) for stage, copy in stages.items()}
     device = transport.device
     own_digests: dict[object, tuple[int, float]] = {
-        s: (_shapes(copy), float(digest(_made(copy), device))) for s, copy in stages.items()
+        s: (_shapes(copy), float(digest(_real_tensors(copy), device))) for s, copy in stages.items()
     }
     for name, sharers in tied.items():
         holder = next((stage for stage in sharers if stage in stages), None)
@@ -79,7 +79,7 @@ def broadcast_initial_weights(
         holder = next((stage for stage in sharers if stage in stages), None)
         send(name, holders[sharers[0]][0], [] if holder is None else [parameters[holder][name]])
     for stage, workers in enumerate(holders):
-        send(stage, workers[0], _made(stages[stage]) if stage in stages else [])
+        send(stage, workers[0], _real_tensors(stages[stage]) if stage in stages else [])
 
 
 def refuse_other_seeds(named: Iterable[tuple[str, Tensor]], transport: Transport) -> None:
@@ -217,7 +217,7 @@ def _shapes(copy: LocalStage) -> int:
     return number_of(*((tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(copy)))
 
 
-def _made(copy: LocalStage) -> list[Tensor]:
+def _real_tensors(copy: LocalStage) -> list[Tensor]:
     return [tensor for tensor in tensors_of(copy) if not tensor.is_meta]
 
 
