@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -30,10 +31,14 @@ from counterflow.checkpoints.state_tables import (
     SCHEDULER,
     file_of,
     name_in_file,
-    state_name,
 )
 from counterflow.common.json_models import Result, result_of
 from counterflow.errors import ConfigError, CounterflowError
+
+from .transformers.model_files import Read, Table, by_file_names, by_model_names
+
+if TYPE_CHECKING:
+    from .torchtitan.model_names import TitanNames
 
 SINGLE = "model.safetensors"
 _SHARDS = "model.safetensors.index.json"
@@ -77,8 +82,9 @@ def convert(
         target: a path that ends with ``.safetensors``; otherwise a folder: of transformers or torchtitan if
             ``source`` is a checkpoint, or of checkpoints, with one of the source's step, if it is not. It
             must not exist.
-        model: a folder of transformers whose config and tokenizer are written with a checkpoint's weights;
-            default: the run's.
+        model: a folder of transformers. Its config and tokenizer are written with a checkpoint's weights
+            (default: the run's); or a new checkpoint has the names of its model in place of those of files
+            (default: ``source`` if it has a config) or of torchtitan.
         ema: whether to convert averages of the trained weights, in the weights' precision.
         torchtitan: whether the target is a folder of torchtitan, with the optimiser's state.
         optimizer: class of the optimiser whose state a folder of torchtitan has, if that does not show it.
@@ -97,8 +103,8 @@ def convert(
             f"--optimizer {optimizer}: is for the state in a folder of torchtitan; leave it out here"
         )
     if torchtitan:
-        _require_training(source, target, model, ema=ema, is_run=not (of_torch or weights_only))
-    if model is not None and into_file:
+        _require_training(source, target, ema=ema, is_run=not (of_torch or weights_only))
+    if model is not None and into_file and not of_torch:
         raise ConfigError(
             f"{model}: a safetensors file contains weights only; leave out --model, or name a folder"
         )
@@ -106,22 +112,24 @@ def convert(
         return _from_checkpoint(source, target, model, ema=ema, torchtitan=torchtitan)
     if ema:
         raise ConfigError(f"{source}: contains weights only, and no average of them; leave out --ema")
-    if model is not None:
-        raise ConfigError(f"{model}: a checkpoint contains weights only; leave out --model")
     if of_torch:
-        return _from_torch(source, target, optimizer, into_file=into_file)
+        return _from_torch(source, target, optimizer, model, into_file=into_file)
     opened = _Files(source)
     if into_file:
         return _into_file(opened.sizes, opened.read, target)
-    return _into_checkpoint(_TrainingState({MODEL: opened.sizes}, lambda _, name: opened.read(name)), target)
+    table: Table = opened.sizes
+    read: Read = opened.read
+    folder = model or (source if source.is_dir() else None)
+    if folder is not None:
+        table, read = by_model_names(opened.sizes, opened.read, folder)
+    return _into_checkpoint(_TrainingState({MODEL: table}, lambda _, name: read(name)), target)
 
 
-def _require_training(source: Path, target: Path, model: Path | None, *, ema: bool, is_run: bool) -> None:
+def _require_training(source: Path, target: Path, *, ema: bool, is_run: bool) -> None:
     if not is_run:
         raise ConfigError(f"{source}: is not the checkpoint of a run; convert it to one first")
     for present, flag in (
         (ema, "--ema"),
-        (model, "--model"),
         (target.suffix == ".safetensors", ".safetensors"),
     ):
         if present:
@@ -138,7 +146,7 @@ def _from_checkpoint(
     checkpoint.verify()
     table, read = _weights_of(checkpoint, ema=ema), partial(checkpoint.weight, ema=ema)
     if torchtitan:
-        return _into_torchtitan(checkpoint, table, target)
+        return _into_torchtitan(checkpoint, table, target, model)
     if target.suffix == ".safetensors":
         return _into_file(table, read, target)
     return _into_transformers(checkpoint, table, read, target, model)
@@ -209,8 +217,8 @@ def _into_file(table: Any, read: Any, target: Path) -> Converted:
 
 def _into_transformers(
     checkpoint: Checkpoint,
-    table: dict[str, tuple[str, tuple[int, ...]]],
-    read: Callable[[str], Tensor],
+    table: Table,
+    read: Read,
     target: Path,
     model: Path | None,
 ) -> Converted:
@@ -220,11 +228,11 @@ def _into_transformers(
             f"{checkpoint.place}: contains adapters in addition to a model's weights; the folder "
             "`adapter` of the run contains them as peft reads them"
         )
-    model_folder = model or Path(str(keys.get("model", {}).get("path", "")))
-    if not (model_folder / "config.json").is_file():
+    model_folder = model or _model_folder(checkpoint)
+    if model_folder is None or not (model_folder / "config.json").is_file():
         raise ConfigError(
-            f"{target}: a folder of transformers needs the model's config, but {str(model_folder)!r} has no "
-            "config.json; give --model FOLDER, or a target that ends with .safetensors"
+            f"{target}: a folder of transformers needs the model's config, but {str(model_folder or '.')!r} "
+            "has no config.json; give --model FOLDER, or a target that ends with .safetensors"
         )
     with _draft(target) as draft:
         draft.mkdir(parents=True)
@@ -232,9 +240,10 @@ def _into_transformers(
             if file.is_file() and file.suffix not in _WEIGHTS and not file.name.endswith(".index.json"):
                 shutil.copyfile(file, draft / file.name)
         _note_dtype(draft / "config.json", {dtype for dtype, _ in table.values()})
-        written = files.write_tensors(draft / SINGLE, table, read)
+        sizes, read_piece = by_file_names(table, read, model_folder)
+        written = files.write_tensors(draft / SINGLE, sizes, read_piece)
         files.settle(draft)
-    return Converted(target, "a folder that transformers reads", len(table), written.bytes)
+    return Converted(target, "a folder that transformers reads", len(sizes), written.bytes)
 
 
 def _note_dtype(config: Path, dtypes: set[str]) -> None:
@@ -247,10 +256,6 @@ def _note_dtype(config: Path, dtypes: set[str]) -> None:
         keys.pop("torch_dtype", None)
         keys["dtype"] = floats.pop()
         config.write_text(json.dumps(keys, indent=2) + "\n", encoding="utf-8")
-
-
-Table = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Dtype, as safetensors names it, and shape of tensors by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,71 +322,87 @@ def _into_checkpoint(state: _TrainingState, target: Path) -> Converted:
     return Converted(target, kind, len(tensors), sum(file.bytes for file in written.values()))
 
 
-def _from_torch(source: Path, target: Path, optimizer: str | None, *, into_file: bool) -> Converted:
+def _from_torch(
+    source: Path, target: Path, optimizer: str | None, model: Path | None, *, into_file: bool
+) -> Converted:
     from .torchtitan.dcp_folder import TorchFolder, optimizer_of  # noqa: PLC0415 - it takes a while
+    from .torchtitan.model_names import TitanNames  # noqa: PLC0415
+    from .torchtitan.training_state import ModelState  # noqa: PLC0415
 
-    opened = TorchFolder(source)
-    weights = {name: opened.sizes[key] for name, key in opened.weights.items()}
+    folder = TorchFolder(source)
+    state = ModelState(folder, TitanNames(_model_type(model), str(model)) if model is not None else None)
     if into_file:
-        return _into_file(weights, lambda name: opened.read(opened.weights[name]), target)
-    slots = {f"{name}/{slot}": key for (name, slot), key in opened.state().items()}
-    options = opened.options()
-    keys = {MODEL: opened.weights, OPTIMIZER: slots}
-    tensors: dict[str, Table] = {MODEL: weights}
-    if slots:
-        tensors[OPTIMIZER] = {name: opened.sizes[key] for name, key in slots.items()}
+        return _into_file(state.weights, partial(state.read, MODEL), target)
+    tensors: dict[str, Table] = {MODEL: state.weights}
+    if state.slots:
+        tensors[OPTIMIZER] = state.slots
     objects: dict[str, Any] = {}
-    if options:
+    if state.options:
         optimizer_name = optimizer or optimizer_of(
-            options, {name.rpartition("/")[2] for name in slots}, str(source)
+            state.options, {name.rpartition("/")[2] for name in state.slots}, str(source)
         )
         objects = {
-            f"{OPTIONS}/{name}": {"optimizer": optimizer_name, "options": o} for name, o in options.items()
+            f"{OPTIONS}/{name}": {"optimizer": optimizer_name, "options": o}
+            for name, o in state.options.items()
         }
-        if opened.schedule_step is not None:
-            objects[f"{SCHEDULER}/0"] = {"last_epoch": opened.schedule_step}
-    return _into_checkpoint(
-        _TrainingState(
-            tensors,
-            lambda kind, name: opened.read(keys[kind][name]),
-            objects,
-            step=opened.step if objects else 0,
-        ),
-        target,
-    )
+        if folder.schedule_step is not None:
+            objects[f"{SCHEDULER}/0"] = {"last_epoch": folder.schedule_step}
+    step = folder.step if objects else 0
+    return _into_checkpoint(_TrainingState(tensors, state.read, objects, step=step), target)
 
 
-def _into_torchtitan(checkpoint: Checkpoint, weights: Table, target: Path) -> Converted:
-    from .torchtitan import dcp_folder  # noqa: PLC0415 - it takes a while
+def _into_torchtitan(checkpoint: Checkpoint, weights: Table, target: Path, model: Path | None) -> Converted:
+    from .torchtitan.dcp_folder import write  # noqa: PLC0415 - it takes a while
+    from .torchtitan.training_state import titan_state  # noqa: PLC0415
 
-    keys = {name: f"{MODEL}/{name}" for name in weights}
-    for first, further in checkpoint.index.aliases.items():
-        keys |= dict.fromkeys(further, keys[first]) if first in keys else {}
-    options: dict[str, dict[str, Any]] = {}
-    for key, value in checkpoint.objects(
-        k for k in checkpoint.index.objects if state_name(k).kind == OPTIMIZER
-    ).items():
-        options[str(state_name(key).of)] = value["options"]
-    for key in checkpoint.index.tensors:
-        kind, name, slot = state_name(key)
-        if kind == OPTIMIZER and slot is not None:
-            keys[f"{dcp_folder.OPTIMIZERS[0]}.state.{name}.{slot}"] = key
-    stored = checkpoint.index.tensors
-    sizes = {target_key: (stored[key].dtype, stored[key].shape) for target_key, key in keys.items()}
-    counters = {
-        "train_state.step": checkpoint.step,
-        "train_state.ntokens_seen": 0,
-        "lr_scheduler.last_epoch": checkpoint.step,
-    }
+    state = titan_state(checkpoint, weights, _titan_names(checkpoint, weights, model))
     with _draft(target) as draft:
-        dcp_folder.write(
-            draft, sizes, lambda key: checkpoint.tensor(keys[key]), dcp_folder.flat(options) | counters
-        )
+        write(draft, state.sizes, lambda key: state.readers[key](), state.objects)
         files.settle(draft)
     size = sum(file.stat().st_size for file in target.iterdir())
-    return Converted(
-        target, "a folder that torchtitan goes on with (it counts its tokens anew)", len(keys), size
-    )
+    kind = "a folder that torchtitan goes on with (it counts its tokens anew)"
+    return Converted(target, kind, len(state.sizes), size)
+
+
+def _titan_names(checkpoint: Checkpoint, weights: Table, model: Path | None) -> TitanNames | None:
+    """Names in torchtitan of a model of transformers; None: the checkpoint is of another model.
+
+    Raises:
+        ConfigError: torchtitan has no such model, or it is unknown which one it is.
+    """
+    from .torchtitan.model_names import TABLES, TitanNames  # noqa: PLC0415
+
+    folder = model or _model_folder(checkpoint)
+    kind = _model_type(folder)
+    experts = next((name for name in weights if _OF_EXPERTS.match(name)), None)
+    if model is not None or kind in TABLES or (experts and kind):
+        return TitanNames(kind, str(folder))
+    if experts:
+        raise ConfigError(
+            f"{checkpoint.place}: {experts} is of a model of transformers, whose experts have other names in "
+            "torchtitan; give its folder with --model"
+        )
+    return None
+
+
+_OF_EXPERTS = re.compile(r"model\.layers\.\d+\.mlp\.experts\.")
+
+
+def _model_folder(checkpoint: Checkpoint) -> Path | None:
+    """Folder of the model of a run; None if the run's config names none."""
+    keys = tomllib.loads(str(checkpoint.index.about.get("config", "")))
+    path = keys.get("model", {}).get("path")
+    return None if path is None else Path(str(path))
+
+
+def _model_type(folder: Path | None) -> str:
+    """Transformers' type of the model in a folder; empty if it has no config."""
+    if folder is None:
+        return ""
+    try:
+        return str(json.loads((folder / "config.json").read_bytes())["model_type"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
 
 
 @contextlib.contextmanager
