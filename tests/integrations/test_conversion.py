@@ -15,6 +15,7 @@ import counterflow as cf
 from counterflow.errors import ConfigError
 from counterflow.integrations.conversion import convert
 from tests.checkpoints.test_pipelines import adamw, loss, model, run, trained
+from tests.models.hf import tiny
 
 
 @pytest.fixture
@@ -65,6 +66,31 @@ def test_into_a_folder_of_transformers_and_back(checkpoint: Path, tmp_path: Path
     weights = cf.load_weights(checkpoint)
     del weights["5.weight"]
     torch.testing.assert_close(load_file(tmp_path / "again.safetensors"), weights, rtol=0, atol=0)
+
+
+def test_models_of_experts_by_the_names_of_files_and_of_the_model(tmp_path: Path) -> None:
+    """Files have tensors of each expert; the model and its checkpoints have one for all."""
+    model = tiny.made("mixtral")
+    model.save_pretrained(tmp_path / "base")
+    expected = model.state_dict()
+    convert(tmp_path / "base", tmp_path / "begin")
+    torch.testing.assert_close(cf.load_weights(tmp_path / "begin"), expected, rtol=0, atol=0)
+    convert(tmp_path / "begin", tmp_path / "folder", tmp_path / "base")
+    files = [load_file(tmp_path / name / "model.safetensors") for name in ("folder", "base")]
+    torch.testing.assert_close(files[0], files[1], rtol=0, atol=0)
+    read, info = type(model).from_pretrained(tmp_path / "folder", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    torch.testing.assert_close(read.state_dict(), expected, rtol=0, atol=0)
+    convert(tmp_path / "base", tmp_path / "one.safetensors")
+    convert(tmp_path / "one.safetensors", tmp_path / "named", tmp_path / "base")
+    torch.testing.assert_close(cf.load_weights(tmp_path / "named"), expected, rtol=0, atol=0)
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    quantized = config | {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(quantized))
+    with pytest.raises(ConfigError, match="its weights are quantized; read them with from_pretrained"):
+        convert(tmp_path / "base", tmp_path / "quantized")
+    with pytest.raises(ConfigError, match="its weights are quantized, and are read as they are"):
+        cf.models.hf.load(tmp_path / "base")
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,8 @@ def convert(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Folder of transformers whose config and tokenizer accompany a run's weights. Default: the "
-            "run's model.path.",
+            help="Folder of transformers: its config and tokenizer accompany a run's weights (default: the "
+            "run's model.path), or its model's names replace those of files or of torchtitan.",
         ),
     ] = None,
     ema: Annotated[

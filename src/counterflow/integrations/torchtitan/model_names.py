@@ -194,9 +194,9 @@ class TitanNames:
             ConfigError: the folder has a weight that the model has not, or a part of one is missing.
         """
         spelled = {self._current(name): name for name in titan}
-        biases = [name for current, name in spelled.items() if self._lacks(current)]
+        biases = {current: name for current, name in spelled.items() if self._lacks(current)}
         forms: dict[str, TitanForm] = {}
-        for current in spelled.keys() - biases:
+        for current in spelled.keys() - biases.keys():
             name = self._name_of(current)
             if name is None:
                 raise ConfigError(f"{place}: no model of type {self.kind!r} has {spelled[current]}")
@@ -205,7 +205,7 @@ class TitanNames:
             if missing is not None:
                 raise ConfigError(f"{place}: has {spelled[current]} but no {missing}; give the whole model")
             forms[name] = TitanForm(tuple(spelled[n] for n in form.names), form.transposed)
-        return dict(sorted(forms.items())), biases
+        return dict(sorted(forms.items())), [*biases.values()]
 
     def _lacks(self, current: str) -> bool:
         return current.endswith(f".{_BIAS}") and self._name_of(current) is None

@@ -53,8 +53,8 @@ def by_model_names(table: Table, read: Read, folder: Path) -> tuple[Table, Read]
     empty = {n: torch.empty(shape, dtype=DTYPES[d], device="meta") for n, (d, shape) in table.items()}
     sizes = {}
     for name, weight in stored.items():
-        whole = _joined(weight, empty.__getitem__)
-        sizes[name] = dtype_name(whole.dtype, name), tuple(whole.shape)
+        tensor = _joined(weight, empty.__getitem__)
+        sizes[name] = dtype_name(tensor.dtype, name), tuple(tensor.shape)
     return sizes, lambda name: _joined(stored[name], read)
 
 
