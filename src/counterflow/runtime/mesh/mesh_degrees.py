@@ -106,6 +106,11 @@ class MeshDegrees:
         """Names of the dimensions over which experts are divided."""
         return tuple(name for name, _, divides in self._dims() if divides)
 
+    @property
+    def divides_experts(self) -> bool:
+        """True if workers read experts of a model on the meta device after they are divided."""
+        return self.ep > 1
+
     def refuse_undivided(self, layers: Iterable[nn.Module]) -> None:
         """Refuse a model that these degrees do not divide, before any rank starts.
 
