@@ -11,12 +11,6 @@ import counterflow as cf
 from ...kit import FileFunction
 
 
-def test_folders_of_experts_are_read_and_written_in_parts() -> None:
-    """The five families, bit for bit: each position has its experts and no others."""
-    case = FileFunction(Path(__file__).with_name("expert_cases.py"), "files")
-    cf.launch(case, workers=4, timeout_seconds=120, threads=1)
-
-
 @pytest.mark.parametrize(("file", "case"), [("expert_cases.py", "five"), ("context_cases.py", "decoders")])
 def test_models_train_as_one_process(file: str, case: str) -> None:
     """Those of experts, divided over positions; and decoders whose sequences positions share."""

@@ -196,7 +196,7 @@ def refuse() -> None:
     for layer in odd:
         layer.up = nn.Parameter(torch.randn(3, WIDTH, HIDDEN, dtype=D))
         layer.down = nn.Parameter(torch.randn(3, HIDDEN, WIDTH, dtype=D))
-    with pytest.raises(cf.ConfigError, match="3 experts of Moe cannot be divided among the 2 positions"):
+    with pytest.raises(cf.ConfigError, match="3 experts of Moe cannot be divided among 2 positions"):
         pipeline(odd, dapple, experts)
     with pytest.raises(cf.ConfigError, match="keeps several versions of its weights"):
         pipeline(layers(), cf.schemes.wpipe(2, 2), experts)
