@@ -71,8 +71,9 @@ class FileFunction:
     def __reduce__(self) -> Any:
         return operator.getitem, (_FileNames(self._file), self._name)
 
-    def __call__(self) -> None:
-        """As it is read from a pickle, it is the function itself."""
+    def __call__(self) -> Any:
+        """Call it here; as it is read from a pickle, it is the function itself."""
+        return runpy.run_path(str(self._file))[self._name]()
 
 
 class _FileNames:

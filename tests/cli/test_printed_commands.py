@@ -64,7 +64,10 @@ ELSEWHERE = {
     # by tests/docs/test_hugging_face.py
     "docs/hugging-face.md": ["pip install", "python make.py", "counterflow train tune.toml"],
     # by tests/runtime/mesh/cases.py, in four processes of its own
-    "docs/more-dimensions.md": ["torchrun --nproc-per-node 4 train.py"],
+    # and by tests/training/test_mesh.py
+    "docs/more-dimensions.md": [
+        *("torchrun --nproc-per-node 4 train.py", "counterflow mesh", "counterflow train"),
+    ],
     # by tests/runtime/mesh/expert_cases.py and context_cases.py, which take their programs from the pages
     "docs/experts.md": ["python experts.py", "torchrun --nproc-per-node 4 experts.py"],
     "docs/long-contexts.md": ["python contexts.py", "torchrun --nproc-per-node 4 contexts.py"],

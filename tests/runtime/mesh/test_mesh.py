@@ -29,6 +29,12 @@ def test_experts_give_the_numbers_of_one_process() -> None:
     cf.launch(cases_of("four", "expert_cases.py"), workers=4, timeout_seconds=60, threads=1)
 
 
+def test_degrees_of_a_mesh_give_the_numbers_of_one_process() -> None:
+    """And its ranks agree on the table of weights that ``train --dry-run`` prints without them."""
+    tables = cf.launch(cases_of("four", "tensor_cases.py"), workers=4, timeout_seconds=60, threads=1)
+    assert tables == [cases_of("rehearsed", "tensor_cases.py")()] * 4
+
+
 @pytest.mark.parametrize("processes", ["four", "eight"])
 def test_shared_sequences_give_the_numbers_of_one_process(processes: str) -> None:
     """With eight processes experts are divided as well, beside shared sequences or tensor parallelism."""

@@ -1,0 +1,110 @@
+"""Built-in models on meshes of ``cf.MeshDegrees``, compared with one process: run by four processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import counterflow as cf
+from counterflow.measure.stages.timing import measure_stages
+from counterflow.models.bert import BERTConfig
+from counterflow.models.gpt import GPTConfig
+from counterflow.runtime.assembly.rehearsal import rehearse
+
+SHAPE: dict[str, Any] = {
+    "layers": 2, "hidden": 8, "heads": 2, "vocabulary": 23, "positions": 8, "dropout": 0.0,
+}  # fmt: skip
+MODELS = {"gpt": GPTConfig(**SHAPE), "bert": BERTConfig(**SHAPE, next_sentence=False)}
+adamw = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+
+
+def layers(kind: str) -> list[nn.Module]:
+    torch.manual_seed(3)
+    return [layer.double() for layer in MODELS[kind].build()]
+
+
+def batch(kind: str) -> tuple[Any, Any]:
+    return MODELS[kind].sample(8, generator=torch.Generator().manual_seed(1))
+
+
+def one_process(kind: str, steps: int) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+    model, (inputs, targets) = nn.Sequential(*layers(kind)), batch(kind)
+    optimizer, numbers = adamw(model.parameters()), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = MODELS[kind].loss(model(inputs), targets)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        numbers.append((loss.item(), norm.item()))
+    return numbers, model.state_dict()
+
+
+def check(
+    kind: str,
+    schedule: Any,
+    degrees: cf.MeshDegrees,
+    *,
+    replicas: int = 1,
+    measures: bool = False,
+    **options: Any,
+) -> cf.Pipeline:
+    """Three steps, their norms and weights; with ``measures`` stages are measured before."""
+    mesh = degrees.options(replicas, schedule.workers)
+    model, loss = layers(kind), MODELS[kind].loss
+    pipeline = cf.Pipeline(model, loss, schedule, optimizer=adamw, clip_norm=0.1, **mesh, **options)
+
+    def part(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(part, value))
+        samples = value.chunk(pipeline.data.count)[pipeline.data.number]
+        return cf.share_sequence(samples, pipeline.context)
+
+    inputs, targets = map(part, batch(kind))
+    if measures:
+        measure_stages(pipeline, inputs, targets, repeats=1)
+    numbers, weights = one_process(kind, 3)
+    for expected in numbers:
+        step = pipeline.step(inputs, targets)
+        torch.testing.assert_close((step.loss, step.grad_norm), expected, rtol=1e-12, atol=1e-12)
+    state = pipeline.model_state_dict()
+    if pipeline.transport.rank == 0:
+        torch.testing.assert_close(state, {name: weights[name] for name in state}, rtol=1e-10, atol=1e-12)
+    return pipeline
+
+
+def four() -> str:
+    """The table of the last case, on which its ranks agree."""
+    tensors = cf.MeshDegrees(tp=2)
+    for schedule in SCHEDULES:
+        check("gpt", schedule, tensors)
+    check("gpt", SCHEDULES[0], tensors, recompute="layer")
+    check("bert", SCHEDULES[0], tensors)
+    stage = cf.schemes.dapple(1, 4)
+    for degrees in (
+        cf.MeshDegrees(dp_shard=2, tp=2),
+        cf.MeshDegrees(cp=2, tp=2),
+        cf.MeshDegrees(dp_shard=2, cp=2),
+    ):
+        check("gpt", stage, degrees, measures=True)
+    check("gpt", stage, cf.MeshDegrees(dp_shard=2), replicas=2, measures=True)
+    pipeline = check("gpt", SCHEDULES[0], cf.MeshDegrees(dp_shard=2), measures=True)
+    return str(pipeline.explain())
+
+
+SCHEDULES: Sequence[Any] = (
+    cf.schemes.dapple(2, 4),
+    cf.schemes.zb_h1(2, 4),
+    cf.schemes.chimera(2, 4),
+    cf.schemes.interleaved(2, 4, chunks=2),
+)
+
+
+def rehearsed() -> str:
+    """The table of the last case, without its ranks."""
+    degrees, cut = cf.MeshDegrees(dp_shard=2), {"schedule": SCHEDULES[0], "list_layers": None, "cuts": None}
+    return str(rehearse(layers("gpt"), degrees, 1, **cut).table)
