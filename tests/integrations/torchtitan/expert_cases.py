@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -100,6 +101,10 @@ def own_layers() -> None:
     if first:
         convert(folder / "first", folder / "titan", torchtitan=True)
         plain = Alone()
+        weights = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        reader = HuggingFaceStorageReader(str(folder / "first" / "step-2"))
+        load(weights, storage_reader=reader, no_dist=True)  # torch reads the safetensors files too
+        torch.testing.assert_close(weights, state, rtol=0, atol=0)
         plain.step()  # the optimiser has state to read into
         assert plain.read(folder / "titan") == 2
         torch.testing.assert_close(plain.model.state_dict(), state, rtol=0, atol=0)
