@@ -11,6 +11,7 @@ from .common.lazy import attributes
 from .drawing import draw
 from .errors import ConfigError, CounterflowError, DeadlockError, ScheduleError, WorkerError
 from .program.checker import check
+from .program.pairs import with_pairs
 from .schedule import schemes
 from .schedule.ir import Op, OpKind, Schedule
 from .simulation import ByteCosts, Costs, Simulation, balanced_slices, lower, simulate
@@ -106,6 +107,7 @@ __all__ = [
     "train",
     "verify",
     "whole_target",
+    "with_pairs",
 ]
 
 

@@ -92,6 +92,14 @@ class Execution(Options):
     ``parallelize`` and without a loss scale; gradients in float64 are summed in full.
     """
 
+    overlap_experts: bool = option(False, "true or false")
+    """Whether the all-to-all of experts runs beside the compute of another micro-batch.
+
+    Pairs of the schedule (``with_pairs``; DualPipe is made of them) run at once: a forward, and a backward of
+    another stage. Numbers are the same, bit for bit. For synchronous schemes with pairs, and workers that are
+    processes; without ``autocast`` and ``compile``.
+    """
+
     compile: bool | str = option(False, "true, false, or the name of a backend, in quotes", may_differ=True)
     """Whether torch compiles the stages; the name of a backend of ``torch.compile`` may be given.
 
@@ -361,6 +369,7 @@ class Flat(TypedDict, total=False):
     op_times: OpTimes | None
     compress: bool
     gradient_compression: Literal["bfloat16", "int8"] | None
+    overlap_experts: bool
     compile: bool | str
     autocast: Any
     compute_dtype: Any

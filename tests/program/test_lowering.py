@@ -273,6 +273,7 @@ def test_every_pass_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         rule.name
         for rule in (
             rules.COMPUTES,
+            rules.COMPUTES_PAIRS,
             rules.MESSAGES,
             rules.DEADLOCK_RENDEZVOUS,
             rules.POSTED,
@@ -292,7 +293,7 @@ def test_every_pass_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     lower(schemes.chimera(2, 1), recheck=False)
     assert not checked
     lower_evaluation(schemes.chimera(2, 1))
-    assert checked == [("chimera", 2, traffic[1:])]
+    assert checked == [("chimera", 2, traffic[2:])]
 
 
 def test_the_forwards_of_one_period_alone() -> None:

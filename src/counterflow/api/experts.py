@@ -32,6 +32,7 @@ from ..common.tensors.dtensors import is_dtensor
 from ..errors import ConfigError
 from .counters import sum_over_copies
 from .torch_internals import grouped_product, is_abstract
+from .turns import has_turns, next_turn
 
 
 class Dispatched(NamedTuple):
@@ -106,7 +107,7 @@ def dispatch(tokens: Tensor, choices: Tensor, experts: Tensor | int, *, group: A
     if count % positions:
         raise ConfigError(f"{count} experts cannot be divided among {positions} positions of the mesh")
     received_counts = torch.empty_like(sent_counts)
-    dist.all_to_all_single(received_counts, sent_counts, group=group)
+    _all_to_all(received_counts, sent_counts, None, None, group)
     by_position = torch.stack([sent_counts, received_counts]).view(2, positions, -1)
     send_splits, receive_splits = by_position.sum(2).tolist()  # the host has to know sizes
     splits = send_splits, receive_splits
@@ -287,8 +288,20 @@ class _Exchange(torch.autograd.Function):
 
 def _exchange(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: Any) -> Tensor:
     output = rows.new_empty(sum(receive), *rows.shape[1:])
-    dist.all_to_all_single(output, rows.contiguous(), [*receive], [*send], group=group)
+    _all_to_all(output, rows.contiguous(), [*receive], [*send], group)
     return output
+
+
+def _all_to_all(
+    output: Tensor, rows: Tensor, receive: list[int] | None, send: list[int] | None, group: Any
+) -> None:
+    """Exchange rows; an op that runs at once with this one computes in the meantime (``turns.py``)."""
+    if not has_turns():
+        dist.all_to_all_single(output, rows, receive, send, group=group)
+        return
+    work = dist.all_to_all_single(output, rows, receive, send, group=group, async_op=True)
+    next_turn()
+    work.wait()
 
 
 class TokenBalance(nn.Module):

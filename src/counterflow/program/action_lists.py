@@ -96,10 +96,14 @@ class _ListWriter:
     def _worker(self, worker: int, actions: Sequence[Action]) -> _List:
         row = _List()
         computed: set[Op] = set()
+        paired: set[Op] = set()
+        """Ops of pairs, of which the first one takes the inputs of all."""
         for index, action in enumerate(actions):
             match action:
-                case Compute(op):
-                    row.node(index, self._takes(op, worker, computed))
+                case Compute(op, pair):
+                    ops = () if op in paired else pair or (op,)
+                    paired.update(pair)
+                    row.node(index, [event for o in ops for event in self._takes(o, worker, computed)])
                     row.make(("computed", (op, None), worker), index)
                     computed.add(op)
                 case Send(output, peer, skip):

@@ -44,12 +44,18 @@ class Summed(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Compute ``op``; waits for its input if another worker sends it."""
+    """Compute ``op``; waits for its input if another worker sends it.
+
+    ``pair``: at the first op of a pair all its ops, which are those of this action and of the next ones. They
+    run at once, and this action waits for the inputs of all. Empty: ``op`` begins no pair.
+    """
 
     op: Op
+    pair: tuple[Op, ...] = ()
 
     def __str__(self) -> str:
-        return f"{_WORDS[self.op.kind]} {self.op}"
+        further = ", ".join(map(str, self.pair[1:]))
+        return f"{_WORDS[self.op.kind]} {self.op}{f' at once with {further}' if further else ''}"
 
 
 @dataclass(frozen=True, slots=True)

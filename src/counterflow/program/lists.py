@@ -25,6 +25,8 @@ class Messages:
     Attributes:
         makers: the op that makes each message.
         takers: the op that takes the message.
+        sent_after: the op after which it is sent: the last one of its maker's pair, or its maker.
+        needed_by: the op that waits for it: the first one of its taker's pair, or its taker.
         senders: the worker that sends the message.
         receivers: the worker that receives the message.
         skips: index of its skip connection in the workload; -1: none.
@@ -32,16 +34,18 @@ class Messages:
 
     makers: Ints
     takers: Ints
+    sent_after: Ints
+    needed_by: Ints
     senders: Ints
     receivers: Ints
     skips: Ints
 
     def before_of_op(self, seconds: Floats) -> Floats:
-        """For each message, the total travel time of earlier messages of the same op."""
+        """For each message, the total travel time of earlier messages of the same op, or of its pair."""
         if not len(seconds):
             return seconds
         before = np.cumsum(seconds) - seconds
-        first = np.concatenate(([True], self.makers[1:] != self.makers[:-1]))
+        first = np.concatenate(([True], self.sent_after[1:] != self.sent_after[:-1]))
         seconds_before: Floats = before - before[first][np.cumsum(first) - 1]
         return seconds_before
 
@@ -60,9 +64,10 @@ def messages_of(graph: OpGraph) -> Messages:
         rows = [(source, taker, numbers[skip]) for source, taker, skip in graph.by_skips]
         further = np.array(rows, dtype=np.int64).T
         makers, takers, skips = map(np.concatenate, zip((makers, takers, skips), further, strict=True))
-    order = np.lexsort((takers, skips, makers))
+    firsts, lasts = (np.array(nodes, dtype=np.int64) for nodes in graph.pair_ends)
+    order = np.lexsort((takers, skips, makers, lasts[makers]))
     makers, takers, skips = makers[order], takers[order], skips[order]
-    return Messages(makers, takers, worker[makers], worker[takers], skips)
+    return Messages(makers, takers, lasts[makers], firsts[takers], worker[makers], worker[takers], skips)
 
 
 def lists_of(first: Sequence[int], makers: Ints, takers: Ints, receivers: Ints) -> ListArrays:
@@ -94,7 +99,7 @@ def lists_of_ops(graph: OpGraph, messages: Messages) -> ListArrays:
     stuck = _before_their_own(graph)
     if stuck:
         raise DeadlockError(graph.describe_circle(stuck))
-    return lists_of(graph.first, messages.makers, messages.takers, messages.receivers)
+    return lists_of(graph.first, messages.sent_after, messages.needed_by, messages.receivers)
 
 
 def _before_their_own(graph: OpGraph) -> dict[int, tuple[int, int]]:
@@ -193,10 +198,16 @@ def _stuck_ops(graph: OpGraph, lists: ListArrays, times: Times) -> dict[int, tup
     """
     stuck = {}
     for worker in times.stuck(lists):
-        source = graph.source[times.head[worker]] if worker < len(graph.schedule.orders) else None
-        if source is None:
+        if worker >= len(graph.schedule.orders):
             return {}
-        stuck[worker] = int(times.head[worker]), source
+        head = int(times.head[worker])
+        waits = [(node, graph.source[node]) for node in range(head, graph.pair_ends[1][head] + 1)]
+        for node, source in waits:
+            if source is not None and (source >= times.head[graph.worker[source]] or len(waits) == 1):
+                stuck[worker] = node, source
+                break
+        else:
+            return {}
     return stuck
 
 
@@ -219,12 +230,14 @@ def ops_before(graph: OpGraph) -> list[list[int]]:
     rows: list[list[int]] = [[]] * len(graph.ops)
     none = [0] * len(graph.schedule.orders)
     begins = set(graph.first)
+    firsts, lasts = graph.pair_ends
     for node in topological(graph):
         row = none if node in begins else rows[node - 1]
-        source = graph.source[node]
-        if source is not None and graph.worker[source] != graph.worker[node]:
-            row = list(map(max, row, rows[source]))
-            maker = graph.worker[source]
-            row[maker] = max(row[maker], source - graph.first[maker] + 1)
+        for paired in range(node, lasts[node] + 1) if node == firsts[node] else ():
+            source = graph.source[paired]
+            if source is not None and graph.worker[source] != graph.worker[node]:
+                last, maker = lasts[source], graph.worker[source]
+                row = list(map(max, row, rows[last]))
+                row[maker] = max(row[maker], last - graph.first[maker] + 1)
         rows[node] = row
     return rows

@@ -61,6 +61,7 @@ from .posting import Posting, settle
 from .rules import (
     AGREED,
     COMPUTES,
+    COMPUTES_PAIRS,
     DEADLOCK_HOLDING,
     DEADLOCK_RENDEZVOUS,
     MESSAGES,
@@ -169,7 +170,7 @@ def lower(
     if recheck:
         require(CheckSubject(schedule, graph=graph), (PLACED,))
     unit = unit_times(graph)
-    traffic = COMPUTES, MESSAGES, DEADLOCK_RENDEZVOUS, POSTED, DEADLOCK_HOLDING
+    traffic = COMPUTES, COMPUTES_PAIRS, MESSAGES, DEADLOCK_RENDEZVOUS, POSTED, DEADLOCK_HOLDING
     passes: list[tuple[Callable[[Program], Program], tuple[Rule, ...]]] = [
         (partial(with_messages, graph=graph, times=unit), traffic),
         (partial(with_syncs, times=times or unit), traffic),
@@ -201,7 +202,9 @@ def lower_evaluation(schedule: Schedule, *, matching: Matching = Matching.ORDER)
         )
         for order in schedule.orders
     )
-    forwards = replace(schedule, workload=schedule.workload.evaluation(), orders=orders, steady=None)
+    forwards = replace(
+        schedule, workload=schedule.workload.evaluation(), orders=orders, steady=None, pairs=()
+    )
     graph = OpGraph(forwards)
     program = with_messages(Program(forwards, (), matching=matching), graph, unit_times(graph))
     require(
@@ -236,7 +239,8 @@ def messages(
 
     Messages of two workers are in the order of sending, segment by segment; values for skip connections are
     sent last. A receive is posted before the op during which its message is sent and at least one op before
-    it is needed, but in the same segment as the send.
+    it is needed, but in the same segment as the send. A pair of ops counts as one op: its inputs are needed
+    when it begins, its products are sent when it has ended, and nothing stands within it.
 
     Args:
         graph: the ops.
@@ -250,6 +254,9 @@ def messages(
         ScheduleError: a message is needed in an earlier segment than the one it is sent in.
     """
     latest: dict[tuple[int, int], int] = defaultdict(int)
+    firsts, lasts = graph.pair_ends
+    if graph.schedule.pairs:
+        ends = [ends[last] for last in lasts]
     by_worker = [ends[graph.first[w] : graph.first[w + 1]] for w in range(len(bounds))]
     placed = []
     for index, (source, target, skip) in enumerate(graph.messages):
@@ -257,12 +264,17 @@ def messages(
         number = bisect_right(bounds[sender], source - graph.first[sender]) - 1
         placed.append((number, ends[source], sender, source, target, index, skip))
     placed.sort(key=itemgetter(0, 1, 2, 3, 5))
+
+    def unpaired(worker: int, place: int) -> int:
+        node = graph.first[worker] + place
+        return place if node >= graph.first[worker + 1] else firsts[node] - graph.first[worker]
+
     postings = []
     wanted = []
     for number, end, sender, source, target, _, _ in placed:
         receiver = graph.worker[target]
-        sent = source - graph.first[sender] + 1
-        needed = target - graph.first[receiver]
+        sent = lasts[source] - graph.first[sender] + 1
+        needed = firsts[target] - graph.first[receiver]
         start, stop = bounds[receiver][number : number + 2]
         if needed < start:
             raise ScheduleError(
@@ -270,10 +282,10 @@ def messages(
                 "the schedule cannot be run mini-batch by mini-batch"
             )
         turn = max(min(bisect_right(by_worker[receiver], end), stop), start)
-        posted = max(min(turn, needed - 1), start, latest[receiver, sender])
+        posted = max(min(turn, unpaired(receiver, max(needed - 1, 0))), start, latest[receiver, sender])
         latest[receiver, sender], latest[sender, receiver] = posted, sent
         postings.append(Posting(sender, receiver, sent, posted, turn))
-        wanted.append(max(needed - AHEAD, start))
+        wanted.append(unpaired(receiver, max(needed - AHEAD, start)))
     if matching is Matching.ORDER:
         settle(postings, len(bounds))
     moved: list[tuple[int, int, int, Action]] = []
@@ -403,23 +415,34 @@ def _sums(
 
 def compute_actions(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     """Only the ops, as actions."""
-    return tuple(tuple(map(Compute, order)) for order in schedule.orders)
+    rows = [[*map(Compute, order)] for order in schedule.orders]
+    for row, order, pairs in zip(rows, schedule.orders, schedule.pairs, strict=False):
+        for begin, stop in pairs:
+            row[begin] = Compute(order[begin], order[begin:stop])
+    return tuple(map(tuple, rows))
 
 
 def _woven(program: Program, actions: tuple[tuple[Action, ...], ...], gaps: Gaps) -> Program:
     """``actions`` with those of ``gaps`` inserted before each compute action.
 
-    In one gap the existing actions come first, then the added ones, so sends stay right after their op.
+    In one gap the existing actions come first, then the added ones, so sends stay right after their op. Those
+    of gaps within a pair follow it.
     """
     woven = []
     for worker, old in enumerate(actions):
         new: list[Action] = []
-        index = 0
+        index = inside = 0
+        late: list[Action] = []
         for action in old:
             if isinstance(action, Compute):
-                new += gaps[worker].get(index, ())
+                late += gaps[worker].get(index, ())
+                if not inside:
+                    new += late
+                    late = []
+                inside = len(action.pair) - 1 if action.pair else max(inside - 1, 0)
                 index += 1
             new.append(action)
+        new += late
         new += gaps[worker].get(index, ())
         woven.append(tuple(new))
     return replace(program, actions=tuple(woven))

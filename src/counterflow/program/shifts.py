@@ -14,8 +14,9 @@ def shifted(action: Action, periods: int, micro_batches: int) -> Action:
     if not periods:
         return action
     match action:
-        case Compute(op):
-            return Compute(shifted_op(op, periods, micro_batches))
+        case Compute(op, pair):
+            shifted_pair = tuple(shifted_op(paired, periods, micro_batches) for paired in pair)
+            return Compute(shifted_op(op, periods, micro_batches), shifted_pair)
         case Update(stage, version, frees):
             return Update(stage, version + periods, tuple(v + periods for v in frees))
         case Send() | Receive():

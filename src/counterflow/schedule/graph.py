@@ -180,6 +180,19 @@ class OpGraph:
             needs.append(inputs)
         return needs
 
+    @cached_property
+    def pair_ends(self) -> tuple[list[int], list[int]]:
+        """For each node, the first and the last node of its pair; itself if it has none."""
+        nodes = [*range(len(self.ops))]
+        if not self.schedule.pairs:
+            return nodes, nodes
+        firsts, lasts = nodes, nodes.copy()
+        for first, pairs in zip(self.first, self.schedule.pairs, strict=False):
+            for begin, stop in pairs:
+                for node in range(first + begin, min(first + stop, len(nodes))):
+                    firsts[node], lasts[node] = first + begin, first + stop - 1
+        return firsts, lasts
+
     def place(self, node: int) -> str:
         """Position of a node, for messages: ``worker 2, op 5: B1.3``."""
         worker = self.worker[node]

@@ -26,6 +26,10 @@ class Schedule:
     A synchronous schedule is one period that ends in a flush, an asynchronous schedule has several periods
     and no flush between them. ``steady`` gives, for an asynchronous schedule, each worker's slice
     ``order[start:stop]`` that consists of whole periods after the warm-up and before the drain.
+
+    ``pairs`` gives, for each worker, slices ``order[start:stop]`` of ops of two stages that run at once,
+    those of each stage in their order: the all-to-all of one beside the compute of the other
+    (``program/pairs.py``). No op of a pair needs one of the other stage. Empty: one op after another.
     """
 
     scheme: str
@@ -33,6 +37,7 @@ class Schedule:
     workload: Workload
     orders: tuple[tuple[Op, ...], ...]
     steady: tuple[tuple[int, int], ...] | None = None
+    pairs: tuple[tuple[tuple[int, int], ...], ...] = ()
 
     _repr_html_: ClassVar[Callable[[Schedule], str]]
     """Representation in a notebook; ``drawing``, which imports this module, defines it."""

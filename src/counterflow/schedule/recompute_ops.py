@@ -31,7 +31,8 @@ _recent: tuple[tuple[Schedule, Schedule], ...] = ()
 def with_recomputations(schedule: Schedule) -> Schedule:
     """The schedule with a recomputation before each backward; itself, if it has some or no backwards.
 
-    The same object is returned for the same schedule again.
+    Pairs of ops are dropped (``with_pairs`` finds those of the new orders). The same object is returned for
+    the same schedule again.
 
     >>> from .schemes import dapple
     >>> print(*with_recomputations(dapple(stages=2, micro_batches=2)).orders[0])
@@ -50,6 +51,7 @@ def with_recomputations(schedule: Schedule) -> Schedule:
         workload=replace(workload, recomputes=True),
         orders=orders,
         steady=_moved(schedule),
+        pairs=(),
     )
     _recent = (*_recent, (schedule, recomputed))[-KEPT_SCHEDULES:]
     return recomputed
@@ -77,7 +79,7 @@ def without_recomputations(schedule: Schedule) -> Schedule:
         steady = tuple((counts[begin], counts[stop]) for counts, (begin, stop) in rows)
     orders = (filter(_is_other, order) for order in schedule.orders)
     workload = replace(schedule.workload, recomputes=False)
-    return replace(schedule, workload=workload, orders=tuple(map(tuple, orders)), steady=steady)
+    return replace(schedule, workload=workload, orders=tuple(map(tuple, orders)), steady=steady, pairs=())
 
 
 def as_recomputed(schedule: Schedule, recompute: Recompute) -> Schedule:

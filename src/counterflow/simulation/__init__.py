@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from counterflow.program import lowering
 from counterflow.program.actions import Matching, Program
+from counterflow.program.pairs import with_pairs
 from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue, Schedule
 from counterflow.schedule.modes import Recompute
@@ -114,7 +115,10 @@ def peak_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
 
 def _recomputed(schedule: Schedule, costs: Costs) -> tuple[Schedule, Costs]:
     """Return the schedule with the recomputations of its costs, and the costs with those of the schedule."""
+    paired = bool(schedule.pairs)
     schedule = recomputed_ahead(schedule, Recompute(costs.recompute), ahead=costs.recompute_ahead)
+    if paired:
+        schedule = with_pairs(schedule)
     return schedule, _as_recomputed(schedule, costs)
 
 

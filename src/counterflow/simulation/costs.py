@@ -135,6 +135,9 @@ class Costs:
         attention: share of a forward's time, and of a backward's, that is causal attention: a slice's grows
             with the positions before it. A split backward has it in its input gradient.
         overhead: time that each op takes in addition, however small its part of a micro-batch is.
+        all_to_all: the part of a forward's time in which its tokens travel to experts and back, and as much
+            of the op that makes its input gradient. Ops that run at once (``with_pairs``) hide it.
+        exchanges: number of all-to-alls of a forward, between equal parts of its compute.
         p2p: time of one message between two workers; a number, or ``p2p[sender][receiver]``.
         p2p_per_byte: additional time per byte of a message, in the same forms.
         message_bytes: bytes of a stage's output for one micro-batch, and of its gradient.
@@ -197,6 +200,8 @@ class Costs:
     overhead: PerStage = cli_field(
         0.0, "Time that each op takes in addition, however short its slice. Default 0.", metavar="SECONDS"
     )
+    all_to_all: PerStage = 0.0
+    exchanges: int = 2
     p2p: PerLink = cli_field(
         0.0, "Time of one message between two workers. Default 0.", float, metavar="SECONDS"
     )
@@ -263,6 +268,7 @@ class Costs:
             "input_gradient",
             "weight_gradients",
             "overhead",
+            "all_to_all",
             "sync",
             "agreement",
             "statistics",
@@ -283,8 +289,9 @@ class Costs:
         for name, links in (("p2p", self.p2p), ("p2p_per_byte", self.p2p_per_byte)):
             for row in [links] if isinstance(links, (int, float)) else links:
                 refuse_negative(name, row)
-        if self.replicas < 1:
-            raise ConfigError(f"replicas={self.replicas}: must be 1 or more")
+        for name in ("replicas", "exchanges"):
+            if (number := getattr(self, name)) < 1:
+                raise ConfigError(f"{name}={number}: must be 1 or more")
 
     @property
     def in_forwards(self) -> bool:
@@ -323,6 +330,7 @@ class Costs:
 _NO_TIMES = frozenset(
     {
         "attention",
+        "exchanges",
         "message_bytes",
         "skip_bytes",
         "link",

@@ -65,7 +65,7 @@ def lane_lists(nodes: Nodes, messages: Messages) -> LaneLists | None:
     """The orders of a schedule; None: all ops are on the lane of compute."""
     if all(kind.lane is Lane.COMPUTE for kind in {*nodes.columns[0]}):
         return None
-    columns = (row.tolist() for row in (messages.makers, messages.takers, messages.receivers))
+    columns = (row.tolist() for row in (messages.sent_after, messages.needed_by, messages.receivers))
     rows = [(maker, at, taker, to, -1) for at, (maker, taker, to) in enumerate(zip(*columns, strict=True))]
     ops = [node for node, op in enumerate(nodes.ops) if op.kind.lane is not Lane.COMPUTE]
     lanes: dict[tuple[int, Lane], int] = {}

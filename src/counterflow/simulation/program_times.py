@@ -119,6 +119,6 @@ class _Player:
         which = self.message >= 0
         sent[self.message[which]] = times.sent[which]
         if not ready.links:
-            sent = end[model.messages.makers] + ready.waited
+            sent = end[model.messages.sent_after] + ready.waited
         arrived = sent + ready.travel
         return Played(start, end, end + ready.lasting.busy, np.array(syncs).reshape(-1, 4), sent, arrived)

@@ -234,8 +234,8 @@ class Simulation:
         """
         messages = self.model.messages
         computed, received = np.zeros(len(self.start)), np.zeros(len(self.start))
-        np.maximum.at(computed, messages.takers, self.end[messages.makers])
-        np.maximum.at(received, messages.takers, self._arrived)
+        np.maximum.at(computed, messages.needed_by, self.end[messages.sent_after])
+        np.maximum.at(received, messages.needed_by, self._arrived)
         return computed, received
 
     @cached_property

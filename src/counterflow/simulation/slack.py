@@ -22,9 +22,10 @@ _ROUNDING = 1e-9
 def slack_of(model: TimedSchedule, costs: Costs, played: Played) -> Floats | None:
     """Slack of each op in seconds, worker by worker in order.
 
-    None if ops wait for gradient syncs, as in asynchronous schemes, or are on other lanes than compute.
+    None if ops wait for gradient syncs, as in asynchronous schemes, are on other lanes than compute, or run
+    in pairs.
     """
-    if model.lane_lists is not None:
+    if model.lane_lists is not None or model.schedule.pairs:
         return None
     if not model.schedule.synchronous and model.synced(costs):
         return None

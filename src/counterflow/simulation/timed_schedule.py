@@ -19,6 +19,7 @@ import numpy as np
 
 from counterflow.errors import ConfigError
 from counterflow.program.lists import Messages, lists_of_ops, messages_of, refuse_stuck, spread
+from counterflow.program.pairs import ops_by_stage
 from counterflow.program.player import Floats, Ints, Lasting, ListArrays, Times, play
 from counterflow.program.sync import (
     GradientSync,
@@ -37,6 +38,7 @@ from .costs import Costs, Link, stage_bytes
 from .lanes import LaneLists, lane_lists
 from .memory import Changes
 from .op_costs import Piece, per_stage
+from .pair_times import exchanging, with_pairs_at_once
 from .sync_times import sync_times
 from .travel import travel_seconds
 
@@ -209,7 +211,7 @@ class TimedSchedule:
         return list(starmap(piece, numbers)), which
 
     def seconds(self, costs: Costs) -> Floats:
-        """Duration of each op.
+        """Duration of each op; ops that run at once share the duration of their pair.
 
         Raises:
             ConfigError: a duration is negative or not finite.
@@ -221,7 +223,24 @@ class TimedSchedule:
             odd = next(p for p, s in zip(pieces, lasts.tolist(), strict=True) if not 0 <= s < float("inf"))
             raise ConfigError(f"{odd} takes {ops.seconds(odd)} seconds: must be finite, 0 or more")
         durations: Floats = lasts[which]
+        if self._pairs and costs.all_to_all != 0.0:
+            exchanges = [
+                exchanging(piece, seconds, costs, self.schedule.stages)
+                for piece, seconds in zip(pieces, lasts.tolist(), strict=True)
+            ]
+            return with_pairs_at_once(durations, self._pairs, exchanges, which.tolist())
         return durations
+
+    @cached_property
+    def _pairs(self) -> list[list[list[int]]]:
+        """Nodes of both sides of each pair."""
+        pairs = []
+        for first, ops in zip(self.first, self.schedule.pairs, strict=False):
+            for begin, stop in ops:
+                nodes = iter(range(first + begin, first + stop))
+                sides = ops_by_stage(tuple(self.ops[first + begin : first + stop]))
+                pairs.append([[next(nodes) for _ in side] for side in sides])
+        return pairs
 
     def changes(self, costs: Costs) -> Changes:
         """Changes of each worker's memory; ``costs.memory`` is set."""
@@ -313,7 +332,7 @@ class TimedSchedule:
         travel = none if free else travel_seconds(costs, self.schedule, self.messages, self.sent)
         busy, waited = np.zeros(len(seconds)), none
         if not costs.overlap and not free:  # messages of one op travel one after another
-            np.add.at(busy, self.messages.makers, travel)
+            np.add.at(busy, self.messages.sent_after, travel)
             waited = self.messages.before_of_op(travel)
         if free or costs.link is not Link.ONE_AT_A_TIME:
             no_link = np.full(len(travel), -1, dtype=np.int64)
@@ -387,7 +406,7 @@ class TimedSchedule:
         else:
             labels = [(float(sync.period), float(sync.stage)) for sync in self.awaited.syncs]
             syncs = np.column_stack((np.array(labels).reshape(-1, 2), times.start[ops:], times.end[ops:]))
-        sent = end[self.messages.makers] + ready.waited
+        sent = end[self.messages.sent_after] + ready.waited
         if ready.links:
             sent = times.sent
             if ready.lists is not self.lists:

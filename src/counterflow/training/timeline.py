@@ -399,7 +399,7 @@ def played(schedule: Schedule, costs: Costs, spans: Sequence[Span]) -> Simulatio
     first = min((span.start for span in spans), default=0.0)
     start, end = (np.array([times[key][side] - first for key in wanted]) for side in (0, 1))
     model = timed(schedule)
-    sent = end[model.messages.makers]  # the duration of messages was not measured
+    sent = end[model.messages.sent_after]  # the duration of messages was not measured
     return Simulation(model, costs, Played(start, end, end, np.empty((0, 4)), sent, sent), measured=True)
 
 

@@ -50,7 +50,7 @@ def test_a_stage_is_computed_again_before_the_gradient_is_waited_for() -> None:
         seen: list[tuple[str, int]] = []
 
         def noted(task: RunOp) -> Any:
-            take = task._receive
+            take = task.receive
 
             def taken(batch: Batch) -> Any:
                 seen.append((str(task.op), layer.runs))
@@ -61,7 +61,7 @@ def test_a_stage_is_computed_again_before_the_gradient_is_waited_for() -> None:
         for tasks in pipeline._engine.runner.lists:
             for task in tasks:
                 if isinstance(task, RunOp):
-                    task._receive = noted(task)  # type: ignore[method-assign]
+                    task.receive = noted(task)  # type: ignore[method-assign]
         pipeline.step(*batch)
         assert [str(op) for op, _, _ in pipeline.timeline(0)[pipeline.worker]] == [op for op, _ in seen]
         return seen

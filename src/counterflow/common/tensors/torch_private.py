@@ -30,7 +30,11 @@ from torch.distributed.distributed_c10d import Store, _get_default_store
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 from torch.utils._device import _device_constructors
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
+)
 
 _Tensor = TypeVar("_Tensor", bound=Tensor)
 
@@ -75,6 +79,13 @@ def without_modes() -> Iterator[None]:
 def without_functions() -> AbstractContextManager[object]:
     """Disable all TorchFunctionModes within the context. Without: leave and enter the known modes."""
     return cast("AbstractContextManager[object]", torch._C.DisableTorchFunction())  # noqa: SLF001
+
+
+def active_modes() -> list[str]:
+    """Names of the modes that are on in this thread. Without: none is known, and their users are told."""
+    functions = torch.overrides._get_current_function_mode_stack()  # noqa: SLF001
+    dispatches = _get_current_dispatch_mode_stack()
+    return [type(mode).__name__ for mode in (*functions, *dispatches)]
 
 
 def device_constructors() -> set[Any]:

@@ -15,6 +15,7 @@ from counterflow.schedule.ir import Product
 from .order_rules import (
     complete,
     own_first,
+    pairs_fit,
     peak,
     placed,
     promised_versions,
@@ -22,7 +23,15 @@ from .order_rules import (
     slices_in_order,
 )
 from .subject import CheckSubject, Rule, details, require
-from .traffic import computes, messages, no_deadlock, no_deadlock_holding, no_deadlock_rendezvous, posted
+from .traffic import (
+    computes,
+    computes_pairs,
+    messages,
+    no_deadlock,
+    no_deadlock_holding,
+    no_deadlock_rendezvous,
+    posted,
+)
 from .updates import agreed, held_versions, sums_in_one_order, syncs
 
 COMPLETE = Rule("every op exactly once", complete)
@@ -37,8 +46,12 @@ INPUT_GRADIENT_FIRST = Rule(
 )
 RECOMPUTED_FIRST = Rule("recomputation before its backward", recomputed_first, (COMPLETE.name, PLACED.name))
 SLICES = Rule("slices in the order of their states", slices_in_order, (COMPLETE.name, PLACED.name))
+PAIRS = Rule("pairs are ops that can run at once", pairs_fit, (COMPLETE.name, PLACED.name))
 DEADLOCK = Rule(
-    "no deadlock with buffered sends", no_deadlock, (COMPLETE.name, PLACED.name), error=DeadlockError
+    "no deadlock with buffered sends",
+    no_deadlock,
+    (COMPLETE.name, PLACED.name, PAIRS.name),
+    error=DeadlockError,
 )
 PROMISED = Rule("weight versions as promised", promised_versions, (COMPLETE.name, PLACED.name))
 _LOWERABLE = (
@@ -49,6 +62,7 @@ _LOWERABLE = (
     RECOMPUTED_FIRST.name,
     SLICES.name,
     PROMISED.name,
+    PAIRS.name,
     DEADLOCK.name,
 )
 DEADLOCK_RENDEZVOUS = Rule(
@@ -60,6 +74,12 @@ DEADLOCK_RENDEZVOUS = Rule(
 )
 MESSAGES = Rule("every send has its receive, in one order", messages, _LOWERABLE, lowered=True)
 COMPUTES = Rule("each worker computes its order", computes, _LOWERABLE, lowered=True)
+COMPUTES_PAIRS = Rule(
+    "ops that run at once are pairs of the schedule",
+    computes_pairs,
+    (*_LOWERABLE, COMPUTES.name),
+    lowered=True,
+)
 POSTED = Rule(
     "no receive is posted before an op of its own worker that the message needs",
     posted,
@@ -97,8 +117,10 @@ RULES = (
     RECOMPUTED_FIRST,
     SLICES,
     PROMISED,
+    PAIRS,
     DEADLOCK,
     COMPUTES,
+    COMPUTES_PAIRS,
     DEADLOCK_RENDEZVOUS,
     MESSAGES,
     POSTED,
@@ -114,12 +136,14 @@ __all__ = [
     "AGREED",
     "COMPLETE",
     "COMPUTES",
+    "COMPUTES_PAIRS",
     "DEADLOCK",
     "DEADLOCK_HOLDING",
     "DEADLOCK_RENDEZVOUS",
     "FORWARD_FIRST",
     "INPUT_GRADIENT_FIRST",
     "MESSAGES",
+    "PAIRS",
     "PEAK",
     "PLACED",
     "POSTED",

@@ -9,6 +9,7 @@ from counterflow.schedule.ir import Op, OpKind, Product, Schedule
 from counterflow.schedule.op import maker_of
 from counterflow.schedule.residency import stash_change
 
+from ..pairs import is_pair
 from .subject import CheckSubject
 
 
@@ -153,3 +154,32 @@ def peak(subject: CheckSubject) -> Iterator[str]:
                     f"the limit is {subject.peak_limit:g}"
                 )
                 break
+
+
+def pairs_fit(subject: CheckSubject) -> Iterator[str]:
+    """Pairs that are not a forward beside a backward of another stage, or of which one op needs the other.
+
+    That none needs the other by way of further workers is the rule of deadlocks.
+    """
+    schedule = subject.schedule
+    if not schedule.pairs:
+        return
+    if len(schedule.pairs) != schedule.workers:
+        yield f"pairs of {len(schedule.pairs)} workers, but there are {schedule.workers}"
+        return
+    graph = subject.needed_graph()
+    for worker, (order, pairs) in enumerate(zip(schedule.orders, schedule.pairs, strict=True)):
+        end = 0
+        for begin, stop in pairs:
+            ops = order[begin:stop]
+            place = f"worker {worker}, ops {begin} to {stop - 1}: {', '.join(map(str, ops))}"
+            if not end <= begin < stop <= len(order):
+                yield f"{place} overlap an earlier pair, or the end of the order"
+            elif not is_pair(ops):
+                yield f"{place} are not a forward, and a backward of another stage"
+            else:
+                nodes = range(graph.first[worker] + begin, graph.first[worker] + stop)
+                sources = (graph.source[node] for node in nodes)
+                if needed := next((source for source in sources if source in nodes), None):
+                    yield f"{place} need {graph.ops[needed]}, which is one of them"
+            end = max(end, stop)

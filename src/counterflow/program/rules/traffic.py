@@ -16,6 +16,7 @@ from counterflow.schedule.ir import Op
 from ..action_lists import circle
 from ..actions import Action, Compute, Matching, Message, Program, Receive, Send, named
 from ..lists import earliest, ops_before
+from ..pairs import paired_ops
 from .subject import CheckSubject
 
 
@@ -160,3 +161,23 @@ def computes(subject: CheckSubject) -> Iterator[str]:
                 expected = "nothing more" if op is None else str(op)
                 yield f"worker {worker}, action {action[0]}: computes {action[1]}, its order has {expected}"
                 break
+
+
+def computes_pairs(subject: CheckSubject) -> Iterator[str]:
+    """Actions within a pair of the schedule, and pairs that it does not have."""
+    program = subject.program
+    assert program is not None
+    for worker, (actions, pairs) in enumerate(
+        zip(program.actions, paired_ops(subject.schedule), strict=True)
+    ):
+        expected = {pair[0]: pair for pair in pairs}
+        for index, action in enumerate(actions):
+            if not isinstance(action, Compute) or not (action.pair or action.op in expected):
+                continue
+            place = f"worker {worker}, action {index}: {action}"
+            pair = expected.get(action.op, ())
+            if action.pair != pair:
+                yield f"{place}, but the schedule runs {', '.join(map(str, pair or (action.op,)))} at once"
+            followers = actions[index : index + len(pair)]
+            if [a.op for a in followers if isinstance(a, Compute)] != [*pair]:
+                yield f"{place}; another action is among the ops that run at once"

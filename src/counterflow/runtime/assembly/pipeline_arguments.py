@@ -27,6 +27,7 @@ from ..transport.base import Transport
 from ..workers.arguments import check_same_arguments
 from ..workers.source_descriptions import loss_details, model_details, versions
 from .defaults import captured_layers, transport_of
+from .overlap import as_overlapped
 from .partition import Model, PartitionedModel, partition_model
 
 
@@ -88,7 +89,7 @@ class PipelineArguments:
         return transport_of(self.transport, self.device, self.execution.timeout_seconds, self.schedule)
 
     def partition(self, transport: Transport) -> PartitionedModel:
-        """The model in stages, with the schedule as it recomputes; all workers call it.
+        """The model in stages, with the schedule as it recomputes and overlaps; all workers call it.
 
         Raises:
             ConfigError: the model cannot be cut so, or another worker passed other arguments.
@@ -112,4 +113,6 @@ class PipelineArguments:
             **self.execution.agreed(),
             **self.batching.agreed(),
         )
-        return replace(model, schedule=as_recomputed(model.schedule, self.execution.recompute))
+        schedule = as_recomputed(model.schedule, self.execution.recompute)
+        schedule = as_overlapped(schedule, self.execution, shares_process=transport.shares_process)
+        return replace(model, schedule=schedule)

@@ -55,13 +55,16 @@ class RunBackward(GradientTask):
         super().__init__(action, tools, period_offset)
         self._defers = self.op.kind.rest is not None
         """True if the weights' gradients are another op's."""
+        self.prepares_late = False
+        """True if the graph is made when the gradients were received already, as in a pair of ops."""
 
     @override
-    def _receive(self, batch: Batch) -> _Gradients:
+    def receive(self, batch: Batch) -> _Gradients:
         del batch
-        passes = self._in_flight.passes
+        passes = self.in_flight.passes
         unit_pass = passes[self._key] if self._defers else passes.pop(self._key)
-        unit_pass.prepare(defers=self._defers)  # before anything is waited for
+        if not self.prepares_late:
+            unit_pass.prepare(defers=self._defers)  # before anything is waited for
         gradients, buffers = ([], NONE) if self.source is None else self.source.receive_gradients(self._unit)
         if self.skips.takes:
             more, more_buffers = self.skips.receive_gradients()
@@ -69,14 +72,16 @@ class RunBackward(GradientTask):
         return _Gradients(unit_pass, gradients, buffers)
 
     @override
-    def _compute(self, batch: Batch, inputs: _Gradients) -> None:
+    def compute(self, batch: Batch, inputs: _Gradients) -> None:
         del batch
+        if self.prepares_late:
+            inputs.unit_pass.prepare(defers=self._defers)
         inputs.unit_pass.backward(inputs.gradients)
         if self.ends_gradients:
             self.copy.sum_gradients()
 
     @override
-    def _publish(self, batch: Batch, inputs: _Gradients, result: None) -> None:
+    def publish(self, batch: Batch, inputs: _Gradients, result: None) -> None:
         del batch, result
         unit_pass = inputs.unit_pass
         if self.target is not None or self.skips.gives:
@@ -85,7 +90,7 @@ class RunBackward(GradientTask):
                 gradients = self.skips.send_gradients(gradients, unit_pass.skip_gradients)
             if self.target is not None:
                 self.target.send_gradients(self._unit, gradients)
-        self._in_flight.end_later(unit_pass, [*inputs.buffers, *unit_pass.buffers])
+        self.in_flight.end_later(unit_pass, [*inputs.buffers, *unit_pass.buffers])
         unit_pass.buffers = NONE
         unit_pass.release()
 
@@ -94,19 +99,19 @@ class RunWeightGradients(GradientTask):
     """Weight gradients that an input gradient has deferred."""
 
     @override
-    def _receive(self, batch: Batch) -> StagePass:
+    def receive(self, batch: Batch) -> StagePass:
         del batch
-        return self._in_flight.passes.pop(self._key)
+        return self.in_flight.passes.pop(self._key)
 
     @override
-    def _compute(self, batch: Batch, inputs: StagePass) -> None:
+    def compute(self, batch: Batch, inputs: StagePass) -> None:
         del batch
         inputs.weight_gradients()
         if self.ends_gradients:
             self.copy.sum_gradients()
 
     @override
-    def _publish(self, batch: Batch, inputs: StagePass, result: None) -> None:
+    def publish(self, batch: Batch, inputs: StagePass, result: None) -> None:
         del batch, result
         inputs.release()
 
@@ -115,16 +120,16 @@ class RunRecomputation(PassTask):
     """A recomputation of a stage for one unit, whose forward saved only its input."""
 
     @override
-    def _receive(self, batch: Batch) -> StagePass:
+    def receive(self, batch: Batch) -> StagePass:
         del batch
-        return self._in_flight.passes[self._key]
+        return self.in_flight.passes[self._key]
 
     @override
-    def _compute(self, batch: Batch, inputs: StagePass) -> None:
+    def compute(self, batch: Batch, inputs: StagePass) -> None:
         del batch
         inputs.recompute()
 
     @override
-    def _publish(self, batch: Batch, inputs: StagePass, result: None) -> None:
+    def publish(self, batch: Batch, inputs: StagePass, result: None) -> None:
         del batch, result
         inputs.settle()

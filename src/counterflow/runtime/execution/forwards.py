@@ -58,13 +58,13 @@ class RunForward(RunOp):
         super().__init__(action, tools, period_offset)
         self.ends_losses = False
         """True if all losses of the mini-batch exist after it."""
-        self._messages = self._in_flight.messages
+        self._messages = self.in_flight.messages
         self._sliced = self.op.parts > 1
         self._make_pass = self.copy.pass_maker(splits=self.splits, sliced=self._sliced)
         self._joins = self.copy.recompute is Recompute.STAGE and len(self.units) > 1
 
     @override
-    def _receive(self, batch: Batch) -> list[ForwardInput]:
+    def receive(self, batch: Batch) -> list[ForwardInput]:
         rows = list(map(batch.rows.__getitem__, self.units))
         leaf = _leaf if self.copy.entry.changes is False else copied  # another stage may need it as it is
         if self.source is None:
@@ -90,7 +90,7 @@ class RunForward(RunOp):
         return inputs
 
     @override
-    def _compute(self, batch: Batch, inputs: Sequence[ForwardInput]) -> Sequence[Output]:
+    def compute(self, batch: Batch, inputs: Sequence[ForwardInput]) -> Sequence[Output]:
         if self._joins and batch.training and self.copy.joins is not False:
             joined = self._forward_joined(batch, inputs)
             if joined is not None:
@@ -104,7 +104,7 @@ class RunForward(RunOp):
         return outputs
 
     @override
-    def _publish(self, batch: Batch, inputs: Sequence[ForwardInput], result: Sequence[Output]) -> None:
+    def publish(self, batch: Batch, inputs: Sequence[ForwardInput], result: Sequence[Output]) -> None:
         del inputs
         if self._sliced and batch.training:
             for unit, output in zip(self.units, result, strict=True):
@@ -121,7 +121,7 @@ class RunForward(RunOp):
             batch.losses.start_reading()
 
     def _begin(self, batch: Batch, inputs: ForwardInput) -> StagePass:
-        copy, saved = self.copy, self._in_flight.saved
+        copy, saved = self.copy, self.in_flight.saved
         head = UnitHead(self._outputs, copy, batch, inputs.unit, self.skips)
         if not batch.training:
             return copy.begin_evaluation(inputs.rows, batch.step, head, saved, guarded=batch.guarded)
@@ -146,8 +146,8 @@ class RunForward(RunOp):
         """Save a pass for its backward; return the output to publish."""
         structure, tensors = output
         if batch.training:
-            self._in_flight.passes[self.stage, inputs.unit] = unit_pass
-            self._in_flight.end_later(unit_pass)
+            self.in_flight.passes[self.stage, inputs.unit] = unit_pass
+            self.in_flight.end_later(unit_pass)
         else:
             self._messages.return_buffers(inputs.buffers)
         return structure, self._outputs.handed_on(tensors)
@@ -170,7 +170,7 @@ class RunForward(RunOp):
 
     def _count_state(self, unit: Unit, output: Output) -> None:
         """Count the state that a slice leaves to the next one, which has that of the one before as input."""
-        passes = self._in_flight.passes
+        passes = self.in_flight.passes
         if unit.part:
             passes[self.stage, unit._replace(part=unit.part - 1)].release_state()
         skips, (parts, tensors) = self.copy.skips, output

@@ -34,7 +34,8 @@ from .forwards import RunForward
 from .in_flight import InFlight
 from .meters import clock_of
 from .outputs import Outputs
-from .tasks import ActionTask, DoOther, ReceiveTask, SendTask, Tasks, Tools
+from .pairs import PairedOp, PairThread, RunPair, refuse_contexts
+from .tasks import ActionTask, DoOther, ReceiveTask, RunOp, SendTask, Tasks, Tools
 
 _NOTHING = nullcontext()
 
@@ -93,6 +94,9 @@ class Interpreter:
         addresses = Addresses(schedule, slots=slots, worker=worker, ranks=ranks, messages=in_flight.messages)
         outputs = Outputs(schedule, loss_function, saved)
         self._tools = Tools(in_flight, outputs, addresses, stages)
+        self._pair_thread = PairThread()
+        self._trained = False
+        """True if a mini-batch was trained, which diagnoses the stages."""
 
     def prepare(
         self,
@@ -108,6 +112,7 @@ class Interpreter:
             period_offset: how many periods later than it says it is going to run.
         """
         tasks: list[ActionTask] = []
+        pairs: list[tuple[int, int]] = []
         last_loss: RunForward | None = None
         last: dict[tuple[int, int], GradientTask] = {}
         for action in program.actions[self.worker]:
@@ -115,6 +120,8 @@ class Interpreter:
             if make is None:
                 tasks.append(DoOther(action, handlers[type(action)]))
                 continue
+            if isinstance(action, Compute) and action.pair:
+                pairs.append((len(tasks), len(tasks) + len(action.pair)))
             task = make(action, self._tools, period_offset)
             tasks.append(task)
             if isinstance(task, RunForward) and task.copy.last:
@@ -125,13 +132,21 @@ class Interpreter:
             task.ends_gradients = True
         if last_loss is not None:
             last_loss.ends_losses = self.schedule.synchronous
+        for begin, stop in pairs:
+            paired = tasks[begin:stop]
+            tasks[begin:stop] = [
+                RunPair([task for task in paired if isinstance(task, RunOp)], self._pair_thread),
+                *(PairedOp(task.action) for task in paired[1:]),
+            ]
         prefix = next((i for i, task in enumerate(tasks) if not self._is_local(task.action)), len(tasks))
         return Tasks(tuple(tasks[:prefix]), tuple(tasks[prefix:]))
 
     def _is_local(self, action: Action) -> bool:
         # no other worker sees it, and nothing in it depends on the batches of others
         if isinstance(action, Compute):
-            return action.op.kind.whole and action.op.stage == 0 != self.schedule.stages - 1
+            return (
+                not action.pair and action.op.kind.whole and action.op.stage == 0 != self.schedule.stages - 1
+            )
         return isinstance(action, Receive)
 
     # -- a step
@@ -149,6 +164,10 @@ class Interpreter:
             WorkerError: something failed; it names the worker, the action and the cause.
         """
         self.in_flight.period_offset = period_offset
+        if self.schedule.pairs:
+            refuse_contexts()
+            self._pair_thread.at_once = self._trained
+            self._trained = True
         ops = batch is not None or any(isinstance(task.action, Compute) for task in tasks)
         if ops and not self.tracing:
             self._clock.start()
@@ -200,7 +219,10 @@ class Interpreter:
         if task is None:
             return f"worker {self.worker}"
         place = next(place for place, candidate in enumerate(tasks) if candidate is task)
-        action = shifted(task.action, self.in_flight.period_offset, self.schedule.micro_batches)
+        action = task.action
+        if isinstance(task, RunPair):
+            place, action = place + task.place, Compute(task.failing.op)
+        action = shifted(action, self.in_flight.period_offset, self.schedule.micro_batches)
         return f"worker {self.worker}, action {place}: {action}"
 
     @contextmanager

@@ -91,35 +91,35 @@ class RunOp(ActionTask):
             once=in_flight.once,
             messages=in_flight.messages,
         )
-        self._in_flight, self._outputs = in_flight, tools.outputs
+        self.in_flight, self._outputs = in_flight, tools.outputs
         self._transport, self._clock = in_flight.transport, in_flight.clock
 
     @override
     def run(self) -> None:
-        in_flight, transport, clock, op = self._in_flight, self._transport, self._clock, self.op
+        in_flight, transport, clock, op = self.in_flight, self._transport, self._clock, self.op
         transport.stay_near()
         if in_flight.ended:
             in_flight.end_ops()  # work that has time until an op runs
         batch = in_flight.batches[self.slot]
-        inputs = self._receive(batch)
+        inputs = self.receive(batch)
         begin, versions = clock.begin(), self.copy.versions
         if versions is not None and batch.training:
             versions.use(op.version + in_flight.period_offset)
-        result = self._compute(batch, inputs)
+        result = self.compute(batch, inputs)
         clock.end(op, in_flight.period_offset, begin)
         transport.computed()
-        self._publish(batch, inputs, result)
+        self.publish(batch, inputs, result)
 
     @abstractmethod
-    def _receive(self, batch: Batch) -> Any:
+    def receive(self, batch: Batch) -> Any:
         """Return the op's input; waits until it was received."""
 
     @abstractmethod
-    def _compute(self, batch: Batch, inputs: Any) -> Any:
+    def compute(self, batch: Batch, inputs: Any) -> Any:
         """Run the op."""
 
     @abstractmethod
-    def _publish(self, batch: Batch, inputs: Any, result: Any) -> None:
+    def publish(self, batch: Batch, inputs: Any, result: Any) -> None:
         """Publish the result for the ops that depend on it."""
 
 

@@ -194,6 +194,11 @@ class RandomStreams(StageWrapper):
         """Current states of the generators."""
         return [generator.get_state() for generator in self.generators]
 
+    def restore(self, states: Sequence[Tensor]) -> None:
+        """Set the generators to states."""
+        for generator, state in zip(self.generators, states, strict=True):
+            generator.set_state(state)
+
     def drew_nothing(self, before: list[Tensor]) -> bool:
         """True if no generator has drawn since the states ``before``."""
         return all(map(torch.equal, self.states(), before))
