@@ -32,12 +32,12 @@ class Experts(nn.Module):
 
     expert_parameters = ("up", "down")
 
-    def __init__(self, *, checkpointed: bool) -> None:
+    def __init__(self, *, checkpointed: bool, balanced: bool = True) -> None:
         super().__init__()
         self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
         self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) / 2)
         self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) / 2)
-        self.balance = cf.TokenBalance(EXPERTS, rate=0.05)
+        self.balance = cf.TokenBalance(EXPERTS, rate=0.05) if balanced else None
         self.checkpointed = checkpointed
         self.seen: list[tuple[str, int]] = []
 
@@ -52,7 +52,7 @@ class Experts(nn.Module):
         if tokens.requires_grad:
             tokens.register_hook(lambda gradient: self.note("backward", gradient))
         scores = self.router(tokens).sigmoid()
-        choices = self.balance(scores, 2)
+        choices = scores.topk(2).indices if self.balance is None else self.balance(scores, 2)
         weights = scores.gather(1, choices)
         sent = cf.dispatch(tokens, choices, self.up)
         hidden = functional.dropout(cf.grouped_linear(sent.rows, self.up, sent.counts), 0.2, self.training)
@@ -68,9 +68,9 @@ class Experts(nn.Module):
             self.seen.append((what, hash(tuple(tensor.detach().flatten().tolist()))))
 
 
-def layers(*, checkpointed: bool = False) -> list[nn.Module]:
+def layers(*, checkpointed: bool = False, balanced: bool = True) -> list[nn.Module]:
     torch.manual_seed(3)
-    return [Experts(checkpointed=checkpointed) for _ in range(4)]
+    return [Experts(checkpointed=checkpointed, balanced=balanced) for _ in range(4)]
 
 
 def mean_loss(output: Tensor, target: Tensor) -> Tensor:
@@ -85,7 +85,8 @@ def steps(schedule: Schedule, *, count: int = 14, overlap: bool, **options: Any)
     """Losses, norms, metrics and states of three steps, what layers saw, and the number of turns."""
     generator = torch.Generator().manual_seed(1)
     inputs, targets = (torch.randn(count, SEQUENCE, WIDTH, generator=generator) for _ in range(2))
-    made = layers(checkpointed=options.pop("checkpointed", False))
+    barrier = options.get("barrier", True)
+    made = layers(checkpointed=options.pop("checkpointed", False), balanced=barrier)
     turns = 0
     plain = Turns.switch
 
@@ -110,12 +111,13 @@ def steps(schedule: Schedule, *, count: int = 14, overlap: bool, **options: Any)
         numbers: list[Any] = []
         for _ in range(3):
             step = pipeline.step(*mine)
-            numbers.append((step.loss, step.grad_norm, dict(step.metrics), pipeline.evaluate(*mine).loss))
-        numbers.append(pipeline.flush() if options.get("barrier") is False else None)
+            evaluated = pipeline.evaluate(*mine).loss if barrier else None
+            numbers.append((step.loss, step.grad_norm, dict(step.metrics), evaluated))
+        numbers += [(step.loss, step.grad_norm) for step in pipeline.flush()]
         state = pipeline.state_dict()
         seen = [layer.seen for layer in made if isinstance(layer, Experts)]
         pipeline.close()
-    return (numbers[:3], state, seen), turns
+    return (repr(numbers), state, seen), turns
 
 
 def check(schedule: Schedule, *, pairs: bool = True, **options: Any) -> None:
@@ -199,6 +201,8 @@ def four() -> None:
         check(dualpipe, parallelize=fully_sharded, recompute=recompute)
     check(interleaved, parallelize=experts)
     check(dualpipe_v, parallelize=fully_sharded, checkpointed=True)
+    check(dualpipe, parallelize=experts, barrier=False)
+    check(dualpipe_v, parallelize=experts, count=9)  # positions have other numbers of empty micro-batches
     refuse()
 
 

@@ -82,7 +82,7 @@ def without_functions() -> AbstractContextManager[object]:
 
 
 def active_modes() -> list[str]:
-    """Names of the modes that are on in this thread. Without: none is known, and their users are told."""
+    """Names of the modes that are on in this thread. Without: none is known, so none is refused."""
     functions = torch.overrides._get_current_function_mode_stack()  # noqa: SLF001
     dispatches = _get_current_dispatch_mode_stack()
     return [type(mode).__name__ for mode in (*functions, *dispatches)]
