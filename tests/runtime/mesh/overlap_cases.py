@@ -58,7 +58,7 @@ class Experts(nn.Module):
         hidden = functional.dropout(cf.grouped_linear(sent.rows, self.up, sent.counts), 0.2, self.training)
         outputs = cf.grouped_linear(functional.gelu(hidden), self.down, sent.counts)
         added = functional.dropout(cf.combine(sent, outputs, weights), 0.2, self.training)
-        cf.add_loss(0.01 * scores.square().view(*x.shape[:-1], -1).mean((1, 2)).mean(), "router")
+        cf.add_loss(0.01 * scores.square().sum() / max(1, scores.numel()), "router")
         self.note("forward", added)
         output: Tensor = x + added.view_as(x)
         return output
