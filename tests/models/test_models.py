@@ -25,6 +25,7 @@ DIGITS = ResNeXtConfig((1, 2), groups=4, width=2, classes=10, channels=1, planes
 MODELS: dict[str, ModelConfig] = {
     "gpt": GPT,
     "gpt tied, with bias": dataclasses.replace(GPT, tied=True, output_bias=True),
+    "gpt with experts": dataclasses.replace(GPT, experts=4),
     "bert": BERT,
     "bert tied": dataclasses.replace(BERT, tied=True),
     "bert without next sentence": dataclasses.replace(BERT, next_sentence=False),

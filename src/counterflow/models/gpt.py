@@ -15,7 +15,16 @@ from torch import Tensor, nn
 from counterflow.errors import ConfigError
 
 from .loss import next_token_loss
-from .parts import INITIAL_DEVIATION, Embedding, FeedForward, Output, SelfAttention, Transformer
+from .parts import (
+    INITIAL_DEVIATION,
+    Embedding,
+    FeedForward,
+    Output,
+    SelfAttention,
+    Transformer,
+    require_at_least,
+)
+from .routed import RoutedFeedForward
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +34,8 @@ class GPTConfig(Transformer):
     Attributes:
         output_bias: whether the output layer has a bias.
         deviation: standard deviation of fresh weights, above 0; GPT-2's 0.02 is low for a narrow model.
+        experts: feed-forward networks of each block, of which each token passes some; 0: one for all tokens.
+        experts_per_token: those that a token passes.
 
     Raises:
         ConfigError: the shape cannot be built.
@@ -36,11 +47,19 @@ class GPTConfig(Transformer):
 
     output_bias: bool = False
     deviation: float = INITIAL_DEVIATION
+    experts: int = 0
+    experts_per_token: int = 2
 
     def __post_init__(self) -> None:
         Transformer.__post_init__(self)
         if not self.deviation > 0:
             raise ConfigError(f"deviation={self.deviation}: must be above 0")
+        require_at_least(0, experts=self.experts)
+        require_at_least(1, experts_per_token=self.experts_per_token)
+        if self.experts and self.experts_per_token > self.experts:
+            raise ConfigError(
+                f"experts_per_token={self.experts_per_token}: must be experts={self.experts} or less"
+            )
 
     def build(self) -> list[nn.Module]:
         """The layers, on torch's default device and in its default dtype at the time of the call."""
@@ -94,7 +113,11 @@ class GPTBlock(nn.Module):
             config.hidden, config.heads, config.dropout, causal=True, deviations=fresh
         )
         self.feed_forward_norm = nn.LayerNorm(config.hidden)
-        self.feed_forward = FeedForward(config.hidden, tanh=True, deviations=fresh)
+        self.feed_forward = (
+            RoutedFeedForward(config.hidden, config.experts, config.experts_per_token, deviations=fresh)
+            if config.experts
+            else FeedForward(config.hidden, tanh=True, deviations=fresh)
+        )
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ class Projection(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Draw the weights, zero the bias."""
-        _draw(self.weight, self.deviation)
+        draw(self.weight, self.deviation)
         nn.init.zeros_(self.bias)
 
 
@@ -95,7 +95,7 @@ class Lookup(nn.Embedding):
 
     def reset_parameters(self) -> None:
         """Draw the vectors."""
-        _draw(self.weight, self.deviation)
+        draw(self.weight, self.deviation)
 
 
 class Embedding(nn.Module):
@@ -158,7 +158,7 @@ class Output(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw the weight, a tied one too, and zero the bias."""
-        _draw(self.weight, self.deviation)
+        draw(self.weight, self.deviation)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -257,6 +257,7 @@ class FeedForward(nn.Module):
         return output
 
 
-def _draw(weight: Tensor, deviation: float) -> None:
+def draw(weight: Tensor, deviation: float) -> None:
+    """Draw fresh weights with a standard deviation; nothing on the meta device."""
     if not weight.is_meta:  # torch takes half a millisecond to draw nothing: seconds for a deep model
         nn.init.normal_(weight, std=deviation)

@@ -54,6 +54,12 @@ class ModelSection(Section):
     tied: bool = option(False, "true or false")
     """Whether the head uses the embedding's weights."""
 
+    experts: int | None = count(None, 100_000)
+    """gpt: feed-forward networks of each block, of which each token passes some; default: one for all"""
+
+    experts_per_token: int | None = count(None, 100_000)
+    """gpt: those that a token passes; default: 2"""
+
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, data: Any) -> Any:

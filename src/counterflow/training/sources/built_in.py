@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from counterflow.data.text import BYTE_VALUES, read_text, shipped_text, unigram_entropy
 from counterflow.errors import ConfigError
@@ -44,6 +45,7 @@ class BuiltIn(ModelSource):
 
     kinds = tuple(family.value for family in Family)
     named = tuple(SHAPES)
+    own_keys: ClassVar[Mapping[str, tuple[str, ...]]] = {"model": ("experts", "experts_per_token")}
     usual_rate = f"{_RATE_TIMES_WIDTH:g} divided by the model's width by default"
 
     def filled(self, keys: dict[str, Any]) -> dict[str, Any]:
@@ -64,6 +66,13 @@ class BuiltIn(ModelSource):
                 f"model.hidden = {model.hidden}: must be a multiple of model.heads = {model.heads}; "
                 f"nearest: {below} or {below + model.heads}"
             )
+        if model.experts_per_token is not None and model.experts_per_token > (model.experts or 0):
+            raise ConfigError(
+                f"model.experts_per_token = {model.experts_per_token}: must be model.experts = "
+                f"{model.experts or 0} or less"
+            )
+        if model.experts is not None and family_of(model.kind) is not Family.GPT:
+            raise ConfigError(f'model.experts = {model.experts}: is for a GPT, and "{model.kind}" is none')
         least = _least_vocabulary(model.kind)
         if model.vocabulary < least:
             parts = "256 bytes" if least == BYTE_VALUES else "256 bytes and the mask token"
@@ -122,6 +131,9 @@ def _shape(section: ModelSection) -> GPTConfig | BERTConfig:
 
     names = ("layers", "hidden", "heads", "vocabulary", "positions", "dropout", "tied")
     shape = {name: getattr(section, name) for name in names}
+    if section.experts is not None:
+        shape["experts"] = section.experts
+        shape["experts_per_token"] = section.experts_per_token or min(2, section.experts)
     named = PRESETS.get(section.kind)
     if named is not None:
         return dataclasses.replace(named.config, **shape)  # type: ignore[return-value]
