@@ -14,10 +14,12 @@ from typing import Any
 from torch import nn
 
 from counterflow.common.tensors.dtypes import sum_dtype
+from counterflow.planning.inputs.layer_parts import Contexts
 from counterflow.planning.inputs.model import LayerSkip, LayerTie
 from counterflow.planning.inputs.profile import CURVES, LayerProfile, Profile
 
 from .layer_times import AtLengths, AtSize
+from .routed_experts import experts_of
 from .sequences import Growth
 
 
@@ -66,11 +68,13 @@ def layer_profile(
         growth = at_lengths.growth(members, by_size[0].overhead_seconds)
         state_bytes, slice_state_bytes = max(at_lengths.state_bytes[i] for i in members)
     curves: dict[str, Any] = {name: curve(name) for name in CURVES}
+    output_bytes = max(largest.costs[i].profile.output_bytes for i in members) / largest.size
+    attends = state_bytes > 0 and not slice_state_bytes  # keys and values are left to later slices
     return LayerProfile(
         samples=tuple(float(times.size) for times in by_size),
         **curves,
         weights_bytes=float(first.weights_bytes),
-        output_bytes=max(largest.costs[i].profile.output_bytes for i in members) / largest.size,
+        output_bytes=output_bytes,
         cast_bytes=float(first.cast_bytes),
         frozen_bytes=float(sum(p.nbytes for p in parameters if not p.requires_grad)),
         update_peak_bytes=float(max(largest.update.layers[i] for i in members)),
@@ -80,6 +84,8 @@ def layer_profile(
         fixed_share=growth.fixed,
         state_bytes=state_bytes,
         slice_state_bytes=slice_state_bytes,
+        experts=experts_of(layers[members[0]], output_bytes),
+        contexts=Contexts(state_bytes) if attends else None,
     )
 
 

@@ -92,9 +92,12 @@ def _of_length(layer: LayerProfile, times: float) -> LayerProfile:
         name: tuple(seconds_factor * value for value in getattr(layer, name)) for name in _SECONDS
     }
     scaled |= {name: tuple(times * value for value in getattr(layer, name)) for name in _BYTES}
+    experts, contexts = layer.experts, layer.contexts
     return replace(
         layer,
         **scaled,
+        experts=experts and replace(experts, sent_bytes=times * experts.sent_bytes),
+        contexts=contexts and replace(contexts, gathered_bytes=times * contexts.gathered_bytes),
         output_bytes=times * layer.output_bytes,
         state_bytes=times * layer.state_bytes,
         attention_share=attention / seconds_factor,

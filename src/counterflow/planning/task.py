@@ -1,6 +1,7 @@
 """The planning task: a model, its profile, a cluster and a mini-batch; given, or from an example.
 
-The examples are papers' runs, as data files in ``examples``, which state how their numbers were found.
+The examples are papers' runs, and one that four processes of any machine run (``gpt-moe``), as data files in
+``examples``, which state the origin of their numbers.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ EXAMPLES = (
     "wpipe-resnext302",
     "wpipe-resnext500",
     "wpipe-resnext800",
+    "gpt-moe",
 )
 """Names of the examples."""
 

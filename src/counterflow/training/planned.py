@@ -98,7 +98,7 @@ def planned_config(
             "transport": (NCCL if cluster.cores is None else GLOO).name,
             "zero_stage": plan.zero_stage,
         },
-        "mesh": {"tp": plan.tensor_parallel},
+        "mesh": plan.degrees.by_name,
         "optimizer": _OPTIMIZERS.get(model.optimizer_states, {}),
         "train": {"samples": plan.samples * prediction.micro_batches},
     }
@@ -121,7 +121,7 @@ def planned_config(
             f"blocks, head), but the model lists {len(model.layers)}; make the numbers equal"
         )
     placement = config.build_schedule().placement
-    places = placement, plan.replicas, plan.arrangement, plan.tensor_parallel
+    places = placement, plan.replicas, plan.arrangement, plan.degrees.positions
     placed = mesh(*places, cluster=cluster, nodes=plan.nodes)
     expected: dict[str, Any] = {
         "cluster": cluster.name,

@@ -203,6 +203,13 @@ BY_TENSORS = replace(BLOCK, tensor_parallel=Division(weights=0.5))
             "cp 2: cannot be combined with pipeline.zero_stage = 1",
         ),
         (
+            {"contexts": (2,)},
+            PROFILE,
+            replace(MODEL, config={"pipeline": {"gradient_compression": "bfloat16"}}),
+            "cp 2: cannot be combined with pipeline.gradient_compression",
+        ),
+        ({"contexts": (2,)}, replace(PROFILE, positions=6), MODEL, "contexts=2: each position has a head"),
+        (
             {"tensor_parallel": (2,)},
             replace(PROFILE, layers={"block": BY_TENSORS}),
             MODEL,

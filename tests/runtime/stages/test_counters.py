@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import counterflow as cf
 from counterflow.errors import ConfigError
 from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.stages.buffers import Buffers
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 
@@ -145,3 +146,15 @@ def test_copies_that_see_fewer_micro_batches_count_as_many_batches() -> None:
         return [int(tensor) for name, tensor in pipeline.model_state_dict().items() if "num_batches" in name]
 
     assert run(work) == [[4, 4], [4, 4]]
+
+
+def test_a_first_change_beside_the_steps_is_dropped() -> None:
+    """A stage is timed before the first step, when no counter has been seen to change."""
+    layer = Counts()
+    buffers = Buffers([layer])
+    for _ in range(2):
+        with buffers.swapped_in(buffers.snapshot()):
+            layer(torch.ones(3, 4, dtype=torch.float64))
+            assert layer.seen == 3
+        assert layer.seen == 0
+        assert layer.most.tolist() == [0.5] * 4

@@ -43,6 +43,16 @@ def positioned(model: Model, profile: Profile, cluster: Cluster, degrees: Degree
             f"{degrees}: cannot be combined with pipeline.zero_stage = 1 of the profiled config; use only "
             "one of them"
         )
+    if degrees.shards > 1 and model.gradient_share < 1:
+        raise ConfigError(
+            f"{degrees}: cannot be combined with pipeline.gradient_compression of the profiled config; use "
+            "only one of them"
+        )
+    if profile.positions % (2 * degrees.context_parallel) and degrees.context_parallel > 1:
+        raise ConfigError(
+            f"contexts={degrees.context_parallel}: each position has a head and a tail of a sequence, whose "
+            f"length is {profile.positions}; give a divisor of {profile.positions / 2:g}"
+        )
     if degrees.shards > 1 and model.ties:
         raise ConfigError(f"{degrees}: layers share a weight with others, which no plan shards")
     groups, layers = PositionGroups(cluster, degrees), dict(profile.layers)

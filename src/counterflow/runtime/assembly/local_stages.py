@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from counterflow.api.experts import TokenBalance
 from counterflow.common.tensors.dtensors import is_dtensor
+from counterflow.common.tensors.expert_modules import expert_modules
 from counterflow.common.tensors.torch_private import keeps_buffers
 from counterflow.errors import ConfigError
 from counterflow.execution import Batching, Execution
 from counterflow.schedule.ir import Schedule
 
-from ..mesh.expert_parallel import expert_modules
 from ..mesh.parallel import (
     Parallelize,
     StageModule,

@@ -7,8 +7,7 @@ expert's weight is complete at its position: it is summed over no dimension that
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, cast
 
@@ -18,14 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from counterflow.api.experts import combine, dispatch, expert_group, joined, local_experts
+from counterflow.common.tensors.expert_modules import EXPERT_PARAMETERS, expert_modules
 from counterflow.common.tensors.torch_private import flattened, parameters_of, shard_placements
 from counterflow.errors import ConfigError
 
 from .mesh_function import DimNames, MeshFunction
 from .parallel import ExpertWeight, StageModule
-
-EXPERT_PARAMETERS = "expert_parameters"
-"""Attribute of a module that dispatches tokens itself: names of its own parameters [experts, ...]."""
 
 
 class ExpertParallel(MeshFunction):
@@ -95,31 +92,6 @@ def _placement(
         return None
     shape = local_experts(parameter).shape
     return shard(1 if shape[0] % size and not shape[1] % size else 0)
-
-
-def expert_modules(root: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
-    """Modules of experts in a stage or a layer, with the names of their parameters [experts, ...]."""
-    for module in root.modules():
-        names = getattr(module, EXPERT_PARAMETERS, None)
-        if names is not None:
-            yield module, [*names]
-        elif _is_routed(module):
-            yield module, [name for name, _ in module.named_parameters(recurse=False)]
-
-
-def _is_routed(module: nn.Module) -> bool:
-    """True for a module of experts whose forward takes hidden states, choices and weights."""
-    count = getattr(module, "num_experts", None)
-    parameters = [*module.parameters(recurse=False)]
-    if (
-        not isinstance(count, int)
-        or not parameters
-        or any(p.dim() < 2 or p.shape[0] != count for p in parameters)
-    ):
-        return False
-    forward = type(module).forward
-    places = inspect.signature(inspect.unwrap(forward)).parameters
-    return len(places) == 4 and "hidden_states" in places
 
 
 def refuse_uneven(place: str, module: nn.Module, names: list[str], size: int) -> int:

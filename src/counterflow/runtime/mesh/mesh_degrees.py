@@ -16,10 +16,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from counterflow.common.tensors.expert_modules import expert_modules
 from counterflow.errors import ConfigError
 
 from .context_parallel import ContextParallel
-from .expert_parallel import ExpertParallel, expert_modules, refuse_uneven
+from .expert_parallel import ExpertParallel, refuse_uneven
 from .mesh_function import shard_weights
 from .parallel import StageModule
 from .tensor_parallel import TensorParallel, divided_modules, refuse_undivided

@@ -79,6 +79,7 @@ class Buffers:
         finally:
             for module, name, buffer in before:
                 buffers_of(module)[name] = buffer
+            self.restore(current)  # of buffers that were changed for the first time there is no copy
 
     @staticmethod
     def _replace(contents: Sequence[tuple[nn.Module, str, Tensor | None]]) -> None:

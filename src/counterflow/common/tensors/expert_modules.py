@@ -1,0 +1,36 @@
+"""Modules of routed experts, and their parameters [experts, ...]."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+
+from torch import nn
+
+EXPERT_PARAMETERS = "expert_parameters"
+"""Attribute of a module that dispatches tokens itself: names of its own parameters [experts, ...]."""
+
+
+def expert_modules(root: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
+    """Modules of experts in a stage or a layer, with the names of their parameters [experts, ...]."""
+    for module in root.modules():
+        names = getattr(module, EXPERT_PARAMETERS, None)
+        if names is not None:
+            yield module, [*names]
+        elif _is_routed(module):
+            yield module, [name for name, _ in module.named_parameters(recurse=False)]
+
+
+def _is_routed(module: nn.Module) -> bool:
+    """True for a module of experts whose forward takes hidden states, choices and weights."""
+    count = getattr(module, "num_experts", None)
+    parameters = [*module.parameters(recurse=False)]
+    if (
+        not isinstance(count, int)
+        or not parameters
+        or any(p.dim() < 2 or p.shape[0] != count for p in parameters)
+    ):
+        return False
+    forward = type(module).forward
+    places = inspect.signature(inspect.unwrap(forward)).parameters
+    return len(places) == 4 and "hidden_states" in places

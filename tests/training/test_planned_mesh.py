@@ -1,0 +1,89 @@
+"""Plans with several devices a worker, run on four processes: what a rank holds is what was predicted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+import counterflow as cf
+from counterflow.common import toml
+from counterflow.planning.search.constraints import Constraints
+from counterflow.planning.search.search import search
+from counterflow.planning.task import load_example
+from counterflow.runtime.pipeline import Pipeline
+from counterflow.training.job import prepare
+from counterflow.training.load import load_config
+from counterflow.training.mesh import degrees_of, samples_of
+from counterflow.training.planned import planned_config
+
+
+def held(path: str) -> tuple[dict[int, tuple[int, int]], float]:
+    """By stage of this rank, the bytes of its weights and of its optimiser's state; the loss of a step."""
+    config = load_config(path)
+    job, degrees = prepare(config), degrees_of(config)
+    pipeline = Pipeline(
+        job.layers, job.bundle.loss, job.schedule, optimizer=job.optimizer, cuts=job.cuts, seed=0,
+        **degrees.options(config.pipeline.replicas, job.schedule.workers),
+    )  # fmt: skip
+    data = pipeline.data
+    batch = job.bundle.batches.batch(0, config.train.samples, replica=data.number, replicas=data.count)
+    loss = pipeline.step(*samples_of(pipeline, batch)).loss
+    stages = {}
+    for number, optimizer in pipeline.optimizers.items():
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        states = [state for row in optimizer.state.values() for state in row.values() if state.dim()]
+        stages[number] = sum(map(local_bytes, weights)), sum(map(local_bytes, states))
+    return stages, float(loss)
+
+
+def local_bytes(tensor: Any) -> int:
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.nbytes
+
+
+@pytest.fixture(scope="module")
+def loss_of_one_process(tmp_path_factory: pytest.TempPathFactory) -> float:
+    """Loss of the same model and samples on one process."""
+    task = load_example("gpt-moe")
+    path = tmp_path_factory.mktemp("one") / "one.toml"
+    train = "\n".join(f"{key} = {toml.shown(value)}" for key, value in task.model.train.items())
+    schedule = '[schedule]\nscheme = "gpipe"\nstages = 1\nmicro_batches = 1\n'
+    path.write_text(f"[model]\n{train}\n{schedule}[train]\nsamples = {task.mini_batch}\n", encoding="utf-8")
+    found: Any = cf.launch(held, str(path), workers=1, transport="local")
+    return float(found[0][1])
+
+
+@pytest.mark.parametrize(
+    ("limits", "mesh"),
+    [
+        ({"experts": (2,), "depths": (2,)}, {"dp_shard": 2, "ep": 2}),
+        ({"experts": (2,), "contexts": (2,), "depths": (2,)}, {"cp": 2, "ep": 2}),
+        ({"experts": (2,), "shards": (4,), "depths": (1,)}, {"dp_shard": 4, "ep": 2}),
+    ],
+)
+def test_ranks_hold_what_was_predicted(
+    limits: dict[str, tuple[int, ...]], mesh: dict[str, int], loss_of_one_process: float, tmp_path: Path
+) -> None:
+    task = load_example("gpt-moe")
+    constraints = Constraints(("dapple",), samples=(2,), **limits)  # type: ignore[arg-type]
+    result = search(task.model, task.profile, task.cluster, task.mini_batch, constraints, count=1)
+    play = result.best[0].play
+    config = planned_config(task.model, task.profile, task.cluster, play.prediction())
+    table = {name: size for name, size in config.mesh.values().items() if name != "ring" and size > 1}
+    assert table == mesh == play.configuration.degrees.by_name
+    assert config.processes == 4
+    path = tmp_path / "plan.toml"
+    path.write_text(config.to_toml(), encoding="utf-8")
+    ranks: Any = cf.launch(held, str(path), workers=4, threads=1, timeout_seconds=120)
+    positions = play.configuration.degrees.positions
+    for rank, (stages, loss) in enumerate(ranks):
+        worker = rank // positions
+        assert {*stages} == {stage for _, stage in play.schedule.placement.stages_on(worker)}
+        for stage, (weights, states) in stages.items():
+            assert weights == play.stages.weights[stage]
+            assert states == play.stages.optimizer[stage]
+        assert loss == pytest.approx(ranks[0][1])
+    assert ranks[0][1] == pytest.approx(loss_of_one_process, rel=1e-6)
