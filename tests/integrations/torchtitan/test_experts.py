@@ -114,7 +114,19 @@ def test_what_has_no_counterpart_is_refused(tmp_path: Path) -> None:
     state, titan = titan_state("qwen3_moe")
     bias = "layers.0.moe.expert_bias_E"
     half = {name: tensor for name, tensor in titan.items() if not name.endswith("w3_EFD")}
+    routed = "layers.0.moe.routed_experts.inner_experts."
+    options = {f"param_groups.{routed}w1_EFD.lr": 0.1, f"param_groups.{routed}w3_EFD.lr": 0.2}
+    slots = {f"state.{routed}w{number}_EFD.step": torch.tensor(number) for number in (1, 3)}
+    unlike = {f"state.{routed}w1_EFD.exp_avg": titan[f"{routed}w1_EFD"]}
     cases: list[tuple[str, dict[str, Any], str, str]] = [
+        ("options", titan | {"optimizer": options}, "qwen3_moe", "w1_EFD and .*w3_EFD differ, and the model"),
+        ("steps", titan | {"optimizer": slots}, "qwen3_moe", "w1_EFD.step and .*w3_EFD.step differ"),
+        (
+            "slots",
+            titan | {"optimizer": unlike},
+            "qwen3_moe",
+            "keeps exp_avg of a part of model.layers.0.mlp",
+        ),
         ("biased", titan | {bias: torch.ones(4)}, "qwen3_moe", f"{bias} changes the choice of experts"),
         ("half", half, "qwen3_moe", "no layers.0.moe.routed_experts.inner_experts.w3_EFD"),
         ("other", titan, "gpt_oss", "no model of type 'gpt_oss' has layers"),

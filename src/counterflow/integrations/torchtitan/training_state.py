@@ -139,9 +139,16 @@ class ModelState:
             f"{name}/{slot}": [state[part, slot] for part in self._forms[name].names]
             for name, slot in (key.rsplit("/", 1) for key in self.slots)
         }
-        self.options = {
-            name: options[form.names[0]] for name, form in self._forms.items() if form.names[0] in options
-        }
+        self.options: dict[str, dict[str, Any]] = {}
+        for name, form in self._forms.items():
+            of_parts = [options.get(part) for part in form.names]
+            if any(of_part != of_parts[0] for of_part in of_parts):
+                raise ConfigError(
+                    f"{place}: the optimiser's options of {form.names[0]} and {form.names[-1]} differ, and "
+                    "the model has one weight for both"
+                )
+            if of_parts[0] is not None:
+                self.options[name] = of_parts[0]
 
     def _size(self, name: str, parts: tuple[str, ...]) -> Size:
         return self._joined_size(name, [self._folder.weights[part] for part in parts])
