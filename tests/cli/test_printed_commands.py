@@ -68,8 +68,12 @@ ELSEWHERE = {
     "docs/more-dimensions.md": [
         *("torchrun --nproc-per-node 4 train.py", "counterflow mesh", "counterflow train"),
     ],
-    # by tests/runtime/mesh/expert_cases.py and context_cases.py, which take their programs from the pages
-    "docs/experts.md": ["python experts.py", "torchrun --nproc-per-node 4 experts.py"],
+    # by expert_cases.py and context_cases.py of tests/runtime/mesh, which take their programs from the pages,
+    # and by test_the_plan_of_the_page_of_experts_runs in tests/cli/commands/test_plan.py
+    "docs/experts.md": [
+        *("python experts.py", "torchrun --nproc-per-node 4 experts.py"),
+        *("counterflow plan", "counterflow train"),
+    ],
     "docs/long-contexts.md": ["python contexts.py", "torchrun --nproc-per-node 4 contexts.py"],
     # by tests/docs/test_transformers_trainer.py, which takes it from the page
     "docs/transformers-trainer.md": ["torchrun --standalone --nproc-per-node 2 tune.py"],

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -109,6 +110,21 @@ def test_the_plan_is_a_file_that_train_runs(run: Run, inputs: str, tmp_path: Pat
     run_config = load_config(folder / "config.toml")
     assert run_config.plan.step_seconds == written["plan"]["step_seconds"]
     assert list(run_config.pipeline.cuts or ()) == written["pipeline"]["cuts"]
+
+
+def test_the_plan_of_the_page_of_experts_runs(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[3] / "docs" / "experts.md").read_text(encoding="utf-8")
+    plan, train = re.findall(r"^\$ counterflow (.+)$", page, re.MULTILINE)
+    planned = run(plan)
+    assert planned.code == 0, planned.err
+    assert "experts over 2, weights sharded over 2" in planned.out
+    assert load_config(tmp_path / "plan.toml").mesh.values()["ep"] == 2
+    trained = run(f"{train} --json")
+    assert trained.code == 0, trained.err
+    assert (trained.json["steps"], trained.json["mesh"]) == (3, {"dp_shard": 2})
 
 
 def test_a_computed_order_that_wins_is_written_and_runs(run: Run, inputs: str, tmp_path: Path) -> None:

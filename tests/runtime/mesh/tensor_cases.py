@@ -18,7 +18,10 @@ from counterflow.runtime.assembly.rehearsal import rehearse
 SHAPE: dict[str, Any] = {
     "layers": 2, "hidden": 8, "heads": 2, "vocabulary": 23, "positions": 8, "dropout": 0.0,
 }  # fmt: skip
-MODELS = {"gpt": GPTConfig(**SHAPE), "bert": BERTConfig(**SHAPE, next_sentence=False)}
+MODELS: dict[str, GPTConfig | BERTConfig] = {
+    "gpt": GPTConfig(**SHAPE),
+    "bert": BERTConfig(**SHAPE, next_sentence=False),
+}
 adamw = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
 
 
