@@ -9,7 +9,6 @@ Source: Dao, FlashAttention-2 (arXiv 2307.08691) section 3.1; Liu et al., Ring A
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,10 +18,18 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ..errors import ConfigError
-from .attention_parts import KeyPart, SavedKeys, head_of_group, key_part, merged, visible
+from .attention_parts import (
+    AttentionOptions,
+    KeyPart,
+    SavedKeys,
+    head_of_group,
+    key_part,
+    merged,
+    visible,
+)
 from .carry import Carry
-from .contexts import Context, chunks_of, gathered
-from .ring_attention import ring_attention
+from .contexts import MULTIPLE, Context, chunks_of, gathered, slices_of
+from .shared_attention import shared_attention
 
 
 def attend(
@@ -67,108 +74,108 @@ def attend(
                 f"attend: {name} of shape {(*mask.shape,)} are to be of {queries.shape[0]} samples with "
                 f"{queries.shape[2]} positions, as the queries are; give each slice its own part of them"
             )
-    options = dropout, scale, window, documents, seen
-    if carry.context is not None:
-        output: Tensor = carry._uncompiled(attend_share, carry.context, queries, keys, values, *options)  # noqa: SLF001
-    elif carry.expects_slices:
-        output = carry._uncompiled(_attend, carry, queries, keys, values, *options)  # noqa: SLF001
-    else:
-        output = _attend(carry, queries, keys, values, *options)
+    options = AttentionOptions(dropout, scale, window, documents, seen)
+    run = _attend if carry.context is None else _attend_in_shares
+    if carry.context is None and not carry.expects_slices:
+        return run(carry, queries, keys, values, options)
+    output: Tensor = carry._uncompiled(run, carry, queries, keys, values, options)  # noqa: SLF001
     return output
 
 
-def _attend(  # noqa: PLR0917
-    carry: Carry,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    dropout: float,
-    scale: float | None,
-    window: int | None,
-    documents: Tensor | None,
-    seen: Tensor | None,
-) -> Tensor:
+def _attend(carry: Carry, queries: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> Tensor:
     before: tuple[SavedKeys, ...] = carry.take(())
-    parts = (*before, (keys, values, documents, seen))
+    parts = (*before, SavedKeys(keys, values, options.documents, options.seen))
     carry.leave((_joined(parts),) if carry.joins else parts)
-    return _attend_parts(queries, parts, dropout, scale, window)
+    return _attend_parts(queries, parts, options)
 
 
-def attend_share(  # noqa: PLR0917
-    context: Context,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    dropout: float = 0.0,
-    scale: float | None = None,
-    window: int | None = None,
-    documents: Tensor | None = None,
-    seen: Tensor | None = None,
+def _attend_in_shares(
+    carry: Carry, queries: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """Causal attention of a share of a sequence to the sequence; arguments as of ``attend``, of this share.
+    assert carry.context is not None
+    lengths, context = carry.context.share.lengths, carry.context.of_slice()
+    parts: tuple[SavedKeys, ...] = carry.take_of_share(())
+    if carry.sliced:
+        parts = (*parts, _with_sequence_masks(context, SavedKeys(keys, values, *options[3:])))
+        carry.leave_of_share(parts)
+        return attend_share(context, queries, parts, options)
+    cut = [
+        [None] * len(lengths) if tensor is None else slices_of(tensor, lengths, dim, MULTIPLE)
+        for dim, tensor in ((2, keys), (2, values), (1, options.documents), (1, options.seen))
+    ]
+    outputs = []
+    for queries_of_slice, *part in zip(slices_of(queries, lengths, 2, MULTIPLE), *cut, strict=True):
+        parts = (*parts, _with_sequence_masks(context, SavedKeys(*part)))
+        outputs.append(attend_share(context, queries_of_slice, parts, options))
+    return torch.cat(outputs, 2)
+
+
+def _with_sequence_masks(context: Context, part: SavedKeys) -> SavedKeys:
+    """Keys of a slice's share, with the masks of the whole slice."""
+    documents = None if part.documents is None else gathered(part.documents, context, 1)
+    seen = None if part.seen is None else gathered(part.seen.to(torch.uint8), context, 1).bool()
+    return part._replace(documents=documents, seen=seen)
+
+
+def attend_share(
+    context: Context, queries: Tensor, parts: Sequence[SavedKeys], options: AttentionOptions
+) -> Tensor:
+    """Causal attention of a share of a slice to its sequence, up to the slice's end.
 
     Args:
-        context: positions of the mesh that share the sequence.
-        queries: [samples, heads, positions, width].
-        keys: [samples, key heads, positions, width].
-        values: [samples, key heads, positions, width].
-        dropout: share of the attention weights that is dropped.
-        scale: factor of the products.
-        window: number of positions that a position sees.
-        documents: [samples, positions], numbers of documents in the whole sequence.
-        seen: [samples, positions], True if queries may attend to a position.
+        context: positions of the mesh that share the slice.
+        queries: [samples, heads, positions, width], of the share.
+        parts: keys of the shares of the slices so far, with masks of whole slices; the last one's are of
+            the positions of the queries.
+        options: options; the masks are those of ``parts``.
 
     Returns:
         [samples, heads, positions, width].
     """
-    whole_documents = None if documents is None else gathered(documents, context, 1)
-    whole_seen = None if seen is None else gathered(seen.to(torch.uint8), context, 1).bool()
-    if context.ring and not dropout:
-        return ring_attention(context, queries, keys, values, scale, window, whole_documents, whole_seen)
-    whole_keys, whole_values = gathered(keys, context, 2), gathered(values, context, 2)
+    if not options.dropout:
+        return shared_attention(context, queries, parts, options)
+    slices = [
+        part._replace(key=gathered(part.key, context, 2), value=gathered(part.value, context, 2))
+        for part in parts
+    ]
     length = queries.shape[2] // 2
     outputs = []
     for queries_of_chunk, chunk in zip(queries.chunk(2, 2), chunks_of(context.share), strict=True):
         bounds = [(0, chunk * length), (chunk * length, (chunk + 1) * length)]
-        parts = [
-            (
-                whole_keys[:, :, first:end],
-                whole_values[:, :, first:end],
-                None if whole_documents is None else whole_documents[:, first:end],
-                None if whole_seen is None else whole_seen[:, first:end],
-            )
-            for first, end in bounds
-            if first < end
-        ]
-        outputs.append(_attend_parts(queries_of_chunk, parts, dropout, scale, window))
+        own = [_rows(slices[-1], first, end) for first, end in bounds if first < end]
+        outputs.append(_attend_parts(queries_of_chunk, [*slices[:-1], *own], options))
     return torch.cat(outputs, 2)
 
 
-def _attend_parts(
-    queries: Tensor, parts: Sequence[SavedKeys], dropout: float, scale: float | None, window: int | None
-) -> Tensor:
+def _rows(part: SavedKeys, first: int, end: int) -> SavedKeys:
+    masks = (None if mask is None else mask[:, first:end] for mask in part[2:])
+    return SavedKeys(part.key[:, :, first:end], part.value[:, :, first:end], *masks)
+
+
+def _attend_parts(queries: Tensor, parts: Sequence[SavedKeys], options: AttentionOptions) -> Tensor:
     """Attention to earlier parts and, causally, to the last part, which is that of the queries."""
     before, (keys, values, documents, seen) = parts[:-1], parts[-1]
+    dropout, window = options.dropout, options.window
     narrow = window is not None or documents is not None or seen is not None
     if not dropout and (before or narrow):
         flat = [tensor for part in parts for tensor in part]
-        scale = 1 / math.sqrt(queries.shape[3]) if scale is None else scale
+        scale = options.scale_of(queries)
         output: Tensor = _ByParts.apply(scale, window, queries, *flat)  # type: ignore[no-untyped-call]
         return output
     mask = None
     if before or narrow:
-        start = sum(part[0].shape[2] for part in before)
+        start = sum(part.key.shape[2] for part in before)
         masks, first = [], 0
         for part in parts:
             masks.append(visible(queries, start, first, part, documents, window))
-            first += part[0].shape[2]
+            first += part.key.shape[2]
         mask = torch.cat(masks, -1)
         keys, values = (
-            torch.cat([key for key, *_ in parts], 2),
-            torch.cat([value for _, value, *_ in parts], 2),
+            torch.cat([part.key for part in parts], 2),
+            torch.cat([part.value for part in parts], 2),
         )
     return functional.scaled_dot_product_attention(
-        queries, keys, values, mask, dropout, is_causal=mask is None, scale=scale,
+        queries, keys, values, mask, dropout, is_causal=mask is None, scale=options.scale,
         enable_gqa=queries.shape[1] != keys.shape[1],
     )  # fmt: skip
 
@@ -180,7 +187,7 @@ def _joined(parts: Sequence[SavedKeys]) -> SavedKeys:
         present = [tensor for tensor in tensors if tensor is not None]
         return torch.cat(present, dim) if len(present) == len(tensors) else None
 
-    return torch.cat(keys, 2), torch.cat(values, 2), along(documents, 1), along(seen, 1)
+    return SavedKeys(torch.cat(keys, 2), torch.cat(values, 2), along(documents, 1), along(seen, 1))
 
 
 class _ByParts(torch.autograd.Function):
@@ -225,14 +232,14 @@ class _ByParts(torch.autograd.Function):
 
 
 def _parts(queries: Tensor, flat: Sequence[Tensor | None], window: int | None) -> list[tuple[int, KeyPart]]:
-    lefts: list[Any] = [flat[place : place + 4] for place in range(0, len(flat), 4)]
-    documents = lefts[-1][2]
-    start = sum(key.shape[2] for key, *_ in lefts[:-1])
+    slices = [SavedKeys(*flat[place : place + 4]) for place in range(0, len(flat), 4)]  # type: ignore[arg-type]
+    documents = slices[-1].documents
+    start = sum(saved.key.shape[2] for saved in slices[:-1])
     parts, first = [], 0
-    for number, saved in enumerate(lefts):
-        is_last = number == len(lefts) - 1
+    for number, saved in enumerate(slices):
+        is_last = number == len(slices) - 1
         part = key_part(queries, start, first, saved, documents, window, causal=is_last)
         if part is not None:
             parts.append((4 * number, part))
-        first += saved[0].shape[2]
+        first += saved.key.shape[2]
     return parts

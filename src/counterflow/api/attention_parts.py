@@ -14,8 +14,43 @@ from torch import Tensor
 
 from .torch_internals import FLASH, FLASH_BACKWARD
 
-SavedKeys = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-"""Keys, values, documents and what is seen of a slice's positions."""
+
+class SavedKeys(NamedTuple):
+    """Keys of consecutive positions, as attention saves them for later slices.
+
+    Attributes:
+        key: [samples, key heads, positions, width].
+        value: [samples, key heads, positions, width].
+        documents: [samples, positions], numbers of documents.
+        seen: [samples, positions], True if queries may attend to a position.
+    """
+
+    key: Tensor
+    value: Tensor
+    documents: Tensor | None = None
+    seen: Tensor | None = None
+
+
+class AttentionOptions(NamedTuple):
+    """Options of ``cf.attend``, which documents them; masks are of the positions of the queries.
+
+    Attributes:
+        dropout: share of the attention weights that is dropped.
+        scale: factor of the products; None: one over the square root of the width.
+        window: number of positions that a position sees.
+        documents: [samples, positions], numbers of documents.
+        seen: [samples, positions], True if queries may attend to a position.
+    """
+
+    dropout: float = 0.0
+    scale: float | None = None
+    window: int | None = None
+    documents: Tensor | None = None
+    seen: Tensor | None = None
+
+    def scale_of(self, queries: Tensor) -> float:
+        """Factor of the products of queries and keys."""
+        return 1 / math.sqrt(queries.shape[3]) if self.scale is None else self.scale
 
 
 def visible(  # noqa: PLR0917
@@ -88,7 +123,7 @@ class KeyPart(NamedTuple):
         scores = (queries @ self.key.mT).to(wide) * scale
         mask = self.mask
         if mask is None and self.causal:
-            mask = visible(queries, 0, 0, (self.key, self.value, None, None), None, None)
+            mask = visible(queries, 0, 0, SavedKeys(self.key, self.value), None, None)
         return scores if mask is None else scores.masked_fill(~mask, -math.inf)
 
 

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from ..common.trees import versions
 from ..errors import ConfigError
+from .attention_parts import SavedKeys
 from .contexts import Context, positions_of_share
 from .torch_internals import in_backward
 
@@ -67,7 +68,7 @@ class Carry(nn.Module):
             ConfigError: a user's own checkpoint asks for it again in the backward.
         """
         self._refuse_shares()
-        return self._take(otherwise) if self._expected else otherwise
+        return self.take_of_share(otherwise)
 
     def leave(self, state: Any) -> None:
         """Leave a state to the next slice.
@@ -77,8 +78,7 @@ class Carry(nn.Module):
                 later. Leave a copy (``clone``) of a small part of a large tensor, as a view saves all of it.
         """
         self._refuse_shares()
-        if self._expected:
-            self._leave(state)
+        self.leave_of_share(state)
 
     def _refuse_shares(self) -> None:
         if self.context is not None:
@@ -87,23 +87,57 @@ class Carry(nn.Module):
                 "positions of the mesh: only attention by cf.attend sees all of it; train without one of them"
             )
 
-    def positions(self, length: int, start: int = 0, device: torch.device | None = None) -> torch.Tensor:
+    def positions(
+        self, length: int, start: int | None = None, device: torch.device | None = None
+    ) -> torch.Tensor:
         """Numbers, in the whole sequence, of the positions that the layer is given; for rotary embeddings.
 
         Args:
             length: number of positions in this run.
-            start: number of positions in earlier slices.
+            start: number of positions that the layer was given in earlier slices; None: the carry counts
+                them, if the layer leaves nothing else in it but by ``cf.attend``.
             device: device of the result.
 
         Returns:
             [length], integers.
 
-        >>> Carry().positions(3, start=4).tolist()
-        [4, 5, 6]
+        Raises:
+            ConfigError: the layer left another state in the carry.
+
+        >>> Carry().positions(3).tolist(), Carry().positions(3, start=4).tolist()
+        ([0, 1, 2], [4, 5, 6])
         """
-        if self.context is None:
+        start = self.count_positions(length) if start is None else start
+        context = self.run_context
+        if context is None:
             return torch.arange(start, start + length, device=device)
-        return positions_of_share(length, self.context.share, device)
+        return positions_of_share(length, context.share, device) + start * context.share.count
+
+    def count_positions(self, length: int) -> int:
+        """Count the positions of a run in the carry's state; return the number of those in earlier slices.
+
+        Args:
+            length: number of positions in this run.
+
+        Raises:
+            ConfigError: the layer left another state in the carry.
+        """
+        state = self.take_of_share(0)
+        if isinstance(state, tuple) and all(isinstance(part, SavedKeys) for part in state):
+            return sum(part.key.shape[2] for part in state)
+        if not isinstance(state, int):
+            raise ConfigError(
+                "positions of slices are counted in a cf.Carry in which the layer leaves another state; give "
+                "the layer a second cf.Carry for them, or say with start= how many were in earlier slices"
+            )
+        if self._outgoing is NOTHING:  # cf.attend leaves keys, whose number says it too
+            self.leave_of_share(state + length)
+        return state
+
+    @property
+    def run_context(self) -> Context | None:
+        """Context of this run: of a slice, or of whole sequences; None: they are not shared."""
+        return self.context.of_slice() if self.context is not None and self._runs else self.context
 
     @property
     def sliced(self) -> bool:
@@ -119,6 +153,17 @@ class Carry(nn.Module):
     def joins(self) -> bool:
         """True if the states of slices may be concatenated, as nothing is saved for a backward."""
         return self._joins
+
+    # -- states that are right on shares of slices too
+
+    def take_of_share(self, otherwise: Any) -> Any:
+        """Return the state from the slice before, as ``take``, on shares of sequences too."""
+        return self._take(otherwise) if self._expected else otherwise
+
+    def leave_of_share(self, state: Any) -> None:
+        """Leave a state to the next slice, as ``leave``, on shares of sequences too."""
+        if self._expected:
+            self._leave(state)
 
     # -- kept out of compiled code, which would take what it finds for constants
 

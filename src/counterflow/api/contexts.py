@@ -8,7 +8,10 @@ tail, so that all have as much work in causal attention.
     n = 2:   chunk 0 | chunk 1 | chunk 2 | chunk 3
              p = 0     p = 1     p = 1     p = 0
 
-Invariant: each position of a sequence is in one share, and shares are equally long.
+A sequence that runs in slices is cut in these first, and each slice is shared so. Then a slice sees nothing
+of later ones at any position of the mesh, and all positions have as much work in each slice.
+
+Invariant: each position of a sequence is in one share, and shares are equally long, slice by slice.
 
 Source: head-tail shares as in torch's ``_HeadTailLoadBalancer`` and Megatron-LM's context parallelism.
 """
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,10 +38,12 @@ class Share:
     Attributes:
         number: number of the part, from 0.
         count: number of parts.
+        lengths: relative lengths of the slices in which a sequence runs; each slice is shared.
     """
 
     number: int
     count: int
+    lengths: tuple[int, ...] = (1,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +60,52 @@ class Context:
     group: Any
     ring: bool = False
 
+    def of_slice(self) -> Context:
+        """Context of one slice, which is shared like a sequence that is not sliced."""
+        return replace(self, share=replace(self.share, lengths=(1,)))
+
 
 CONTEXT: ContextVar[Context | None] = ContextVar("counterflow_context", default=None)
 """Context of the loss function that runs; None: it is given whole sequences."""
 
+MULTIPLE = 2
+"""Number that divides the length of each slice of a share: it has a head and a tail."""
+
+
+def rows_of_slice(part: int, lengths: Sequence[int], positions: int, multiple: int = 1) -> slice:
+    """The positions of a slice.
+
+    Args:
+        part: number of the slice.
+        lengths: relative lengths of all slices; exact if their sum is ``positions``.
+        positions: number of positions of the sequence.
+        multiple: number that divides the length of each slice, if it divides ``positions``.
+
+    >>> rows_of_slice(1, (512, 256, 256), 1024), rows_of_slice(1, (1, 1, 1), 10)
+    (slice(512, 768, None), slice(3, 6, None))
+    >>> rows_of_slice(1, (1, 1, 1), 10, 2)
+    slice(2, 6, None)
+    """
+    units, total, before = positions // multiple, sum(lengths), sum(lengths[:part])
+    start, stop = units * before // total, units * (before + lengths[part]) // total
+    return slice(start * multiple, stop * multiple)
+
+
+def slices_of(tensor: Tensor, lengths: Sequence[int], dim: int, multiple: int) -> list[Tensor]:
+    """Slices of a sequence, or of a share of it.
+
+    Args:
+        tensor: the sequence.
+        lengths: relative lengths of the slices.
+        dim: dimension of the sequence.
+        multiple: number that divides the length of each slice.
+    """
+    rows = [rows_of_slice(part, lengths, tensor.shape[dim], multiple) for part in range(len(lengths))]
+    return [tensor.narrow(dim, each.start, each.stop - each.start) for each in rows]
+
 
 def share_sequence(tensor: Tensor, share: Share, dim: int = 1) -> Tensor:
-    """Return the head and the tail of each sequence that one of ``share.count`` positions has.
+    """Return the head and the tail of each slice of sequences that one of ``share.count`` positions has.
 
     Args:
         tensor: whole sequences; labels are shifted before.
@@ -69,38 +113,53 @@ def share_sequence(tensor: Tensor, share: Share, dim: int = 1) -> Tensor:
         dim: dimension of the sequence, a multiple of twice the number of shares.
 
     Raises:
-        ConfigError: the length is no such multiple.
+        ConfigError: the length is no such multiple, or too short for the slices.
 
     >>> tensor = torch.arange(8)[None]
     >>> share_sequence(tensor, Share(0, 2)).tolist(), share_sequence(tensor, Share(1, 2)).tolist()
     ([[0, 1, 6, 7]], [[2, 3, 4, 5]])
+    >>> share_sequence(tensor, Share(0, 2, lengths=(1, 1))).tolist()
+    [[0, 3, 4, 7]]
     """
     if share.count == 1:
         return tensor
-    length, parts = tensor.shape[dim], 2 * share.count
+    length, parts, slices = tensor.shape[dim], 2 * share.count, len(share.lengths)
     if length % parts:
         raise ConfigError(
             f"a sequence of {length} positions cannot be shared by {share.count} positions of the mesh, each "
             f"with a head and a tail: pad it to a multiple of {parts}"
         )
-    chunks = tensor.chunk(parts, dim)
-    return torch.cat([chunks[share.number], chunks[parts - 1 - share.number]], dim)
+    in_slices = slices_of(tensor, share.lengths, dim, parts)
+    if not all(part.shape[dim] for part in in_slices):
+        raise ConfigError(
+            f"a sequence of {length} positions cannot be cut in {slices} slices, each shared by "
+            f"{share.count} positions of the mesh with a head and a tail: take fewer slices, or longer "
+            "sequences"
+        )
+    chunks = [part.chunk(parts, dim) for part in in_slices]
+    return torch.cat([of_slice[number] for of_slice in chunks for number in chunks_of(share)], dim)
 
 
-def join_sequence(shares: Sequence[Tensor], dim: int = 1) -> Tensor:
+def join_sequence(shares: Sequence[Tensor], dim: int = 1, lengths: Sequence[int] = (1,)) -> Tensor:
     """Return whole sequences of all their shares, the inverse of ``share_sequence``.
 
     Args:
         shares: shares of all positions, by number.
         dim: dimension of the sequence.
+        lengths: relative lengths of its slices, ``pipeline.context.lengths``.
 
     >>> join_sequence([torch.tensor([[0, 1, 6, 7]]), torch.tensor([[2, 3, 4, 5]])]).tolist()
+    [[0, 1, 2, 3, 4, 5, 6, 7]]
+    >>> join_sequence([torch.tensor([[0, 3, 4, 7]]), torch.tensor([[1, 2, 5, 6]])], lengths=(1, 1)).tolist()
     [[0, 1, 2, 3, 4, 5, 6, 7]]
     """
     if len(shares) == 1:
         return shares[0]
-    halves = [share.chunk(2, dim) for share in shares]
-    return torch.cat([head for head, _ in halves] + [tail for _, tail in reversed(halves)], dim)
+    whole: list[Tensor] = []
+    for of_slice in zip(*(slices_of(share, lengths, dim, MULTIPLE) for share in shares), strict=True):
+        halves = [share.chunk(2, dim) for share in of_slice]
+        whole += [head for head, _ in halves] + [tail for _, tail in reversed(halves)]
+    return torch.cat(whole, dim)
 
 
 def chunks_of(share: Share) -> tuple[int, int]:
@@ -135,7 +194,34 @@ def gathered(tensor: Tensor, context: Context, dim: int) -> Tensor:
         dim: dimension of the sequence.
     """
     shares: Sequence[Tensor] = _Gather.apply(tensor, context.group)  # type: ignore[no-untyped-call]
-    return join_sequence(shares, dim)
+    return join_sequence(shares, dim, context.share.lengths)
+
+
+def gather_shares(tensor: Tensor, group: Any) -> list[Tensor]:
+    """Tensors of all positions of a group, of one shape, in the order of its ranks."""
+    shares = [
+        torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        for _ in range(dist.get_world_size(group))
+    ]
+    dist.all_gather(shares, tensor.contiguous(), group=group)
+    return shares
+
+
+def sum_shares(gradients: Sequence[Tensor], group: Any) -> Tensor:
+    """Sum, over the positions of a group, of their gradients of this position's tensor, in rank order.
+
+    Args:
+        gradients: this position's gradients of the tensors at all positions.
+        group: the group.
+    """
+    # A list of every position's part, so that no backend needs a reduce-scatter.
+    send = [gradient.contiguous() for gradient in gradients]
+    receive = [torch.empty_like(gradient) for gradient in send]
+    dist.all_to_all(receive, send, group=group)
+    total = receive[0].to(torch.promote_types(receive[0].dtype, torch.float32))
+    for part in receive[1:]:
+        total = total + part
+    return total.to(receive[0].dtype)
 
 
 class _Gather(torch.autograd.Function):
@@ -143,20 +229,10 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> tuple[Tensor, ...]:
-        ctx.group, ctx.shape, ctx.dtype = group, tensor.shape, tensor.dtype
-        size = dist.get_world_size(group)
-        shares = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(size)]
-        dist.all_gather(shares, tensor.contiguous(), group=group)
-        return tuple(shares)
+        ctx.group = group
+        return tuple(gather_shares(tensor, group))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        # A list of every position's part, so that no backend needs a reduce-scatter; sums are in rank order.
-        send = [gradient.contiguous() for gradient in gradients]
-        receive = [torch.empty_like(gradient) for gradient in send]
-        dist.all_to_all(receive, send, group=ctx.group)
-        total = receive[0].to(torch.promote_types(ctx.dtype, torch.float32))
-        for part in receive[1:]:
-            total = total + part
-        return total.to(ctx.dtype), None
+        return sum_shares(gradients, ctx.group), None

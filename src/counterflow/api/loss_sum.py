@@ -58,10 +58,9 @@ def whole_target(target: Tensor) -> Tensor:
     Args:
         target: a tensor of the targets that the loss function was given.
     """
-    of: SliceOf | None = getattr(target, SLICE, None)
-    if of is None and (context := CONTEXT.get()) is not None:
-        return gathered(target, context, min(1, target.dim() - 1))
-    return target if of is None else of.target
+    of = _slice_of(target)
+    context = CONTEXT.get()
+    return of.target if context is None else gathered(of.target, context, of.dim)
 
 
 def next_target(target: Tensor, last: float) -> Tensor:
@@ -71,15 +70,21 @@ def next_target(target: Tensor, last: float) -> Tensor:
         target: a tensor of the targets that the loss function was given.
         last: target of the sequence's last position, a value that does not count: -100 for torch's losses.
     """
-    if not hasattr(target, SLICE) and (context := CONTEXT.get()) is not None:
-        dim = min(1, target.dim() - 1)
-        return share_sequence(_shifted(gathered(target, context, dim), dim, last), context.share, dim)
-    of: SliceOf = getattr(target, SLICE, SliceOf(target, 0, min(1, target.dim() - 1)))
+    of, context = _slice_of(target), CONTEXT.get()
     length = target.shape[of.dim]
+    if context is not None:
+        following = _shifted(gathered(of.target, context, of.dim), of.dim, last)
+        return share_sequence(following, context.share, of.dim).narrow(of.dim, of.start, length)
     rest = of.target.narrow(of.dim, of.start + 1, min(length, of.target.shape[of.dim] - of.start - 1))
     if rest.shape[of.dim] == length:
         return rest
     return _extended(rest, of.dim, last)
+
+
+def _slice_of(target: Tensor) -> SliceOf:
+    """The slice that a target is; one that is not cut is a slice of all of it."""
+    of: SliceOf = getattr(target, SLICE, SliceOf(target, 0, min(1, target.dim() - 1)))
+    return of
 
 
 def _shifted(target: Tensor, dim: int, last: float) -> Tensor:

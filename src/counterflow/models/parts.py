@@ -116,11 +116,8 @@ class Embedding(nn.Module):
             ConfigError: samples are longer than the model's table of positions.
         """
         length, most = tokens.shape[1], self.positions.num_embeddings
-        context, before = self.before.context, 0
-        if context is None:
-            before = self.before.take(0)
-            self.before.leave(before + length)
-        total = before + length * (1 if context is None else context.share.count)
+        context, before = self.before.context, self.before.count_positions(length)
+        total = (before + length) * (1 if context is None else context.share.count)
         if total > most:
             raise ConfigError(
                 f"samples of {total} tokens for a model of {most} positions: at most {most} are legal"

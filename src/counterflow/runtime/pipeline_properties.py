@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -83,9 +84,13 @@ class PipelineProperties:
 
     @property
     def context(self) -> Share:
-        """Share of each sequence that this worker is given, for ``cf.share_sequence``; (0, 1): all of it."""
-        dims = self._engine.local.dims
-        return dims.share(self.transport.rank, dims.contexts)
+        """Share of each sequence that this worker is given, for ``cf.share_sequence``; (0, 1): all of it.
+
+        Its ``lengths`` are those of the schedule's slices: each slice is shared.
+        """
+        engine = self._engine
+        share = engine.local.dims.share(self.transport.rank, engine.local.dims.contexts)
+        return replace(share, lengths=engine.model.schedule.workload.lengths) if share.count > 1 else share
 
     def explain(self) -> WeightTable:
         """Table of the model's weights, equal on all workers; printing it gives its text.

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import counterflow as cf
+from counterflow.schedule.ir import Schedule
 
+RECOMPUTE = "none", "layer", "stage"
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
@@ -70,19 +72,38 @@ def one_process(kind: str, form: str, steps: int) -> list[tuple[float, float]]:
 
 
 def decoders() -> None:
-    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replica", "worker", "cp"))
     for number, kind in enumerate(MODELS):
         for form in ("plain", "padded", "packed"):
-            parallelize = cf.ContextParallel("cp", ring=bool(number % 2), fully_shard="cp")
-            pipeline = cf.Pipeline(
-                cf.models.hf.layers(model_of(kind)), cf.models.hf.loss, cf.schemes.dapple(2, 2),
-                optimizer=adamw, mesh=mesh, parallelize=parallelize, clip_norm=0.1, digest_every=1,
-            )  # fmt: skip
-            with pipeline:
-                inputs, labels = inputs_of(form)
-                shared = {name: cf.share_sequence(t, pipeline.context) for name, t in inputs.items()}
-                for expected in one_process(kind, form, 2):
-                    step = pipeline.step(kwargs=shared, targets=cf.share_sequence(labels, pipeline.context))
-                    actual = step.loss, step.grad_norm
-                    # their norms and rotary embeddings compute in float32
-                    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6, msg=f"{kind} {form}")
+            check(kind, form, cf.schemes.dapple(2, 2), ring=bool(number % 2))
+
+
+def sliced() -> None:
+    """Slices of shared sequences; Mistral's window is shorter than a slice, and than a document."""
+    slices = (
+        cf.schemes.dapple(stages=2, micro_batches=2, slices=2),
+        cf.schemes.zb_h1(stages=2, micro_batches=2, slices=(4, 8, 4)),
+    )
+    for kind, schedule in zip(("Llama", "Mistral"), slices, strict=True):
+        for number, form in enumerate(("plain", "padded", "packed")):
+            check(kind, form, schedule, ring=bool(number % 2), recompute=RECOMPUTE[number])
+
+
+def check(kind: str, form: str, schedule: Schedule, *, ring: bool, recompute: str = "none") -> None:
+    """A model's pipeline over (worker, cp) has the losses and norms of one process."""
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replica", "worker", "cp"))
+    pipeline = cf.Pipeline(
+        cf.models.hf.layers(model_of(kind)), cf.models.hf.loss, schedule, optimizer=adamw, mesh=mesh,
+        parallelize=cf.ContextParallel("cp", ring=ring, fully_shard="cp"), clip_norm=0.1, digest_every=1,
+        recompute=recompute,
+    )  # fmt: skip
+    with pipeline:
+        inputs, labels = inputs_of(form)
+        shared = {name: cf.share_sequence(t, pipeline.context) for name, t in inputs.items()}
+        targets = cf.share_sequence(labels, pipeline.context)
+        for expected in one_process(kind, form, 2):
+            evaluated = pipeline.evaluate(kwargs=shared, targets=targets).loss
+            step = pipeline.step(kwargs=shared, targets=targets)
+            actual = step.loss, step.grad_norm
+            # their norms and rotary embeddings compute in float32
+            torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6, msg=f"{kind} {form}")
+            assert abs(evaluated - step.loss) < 1e-6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 import counterflow as cf
-from counterflow.api.attention import attend_share
-from counterflow.api.contexts import Context, Share, gathered
+from counterflow.api.carry import NOTHING
+from counterflow.api.contexts import Context, Share, gathered, slices_of
 from counterflow.models.gpt import GPTBlock, GPTConfig
 from counterflow.runtime.mesh.parallel import StageModule
 from counterflow.schedule.ir import Schedule
@@ -24,6 +25,7 @@ mesh_of, page = (CASES[name] for name in ("mesh_of", "page"))
 EXPERTS = runpy.run_path(str(Path(__file__).with_name("expert_cases.py")))
 D = torch.float64
 SEQUENCE, VOCABULARY = 16, 23
+close: Any = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -114,10 +116,25 @@ def check(
     pipeline.close()
 
 
-def attention(positions: int) -> None:
+def attend_in_slices(carry: cf.Carry, *parts: Tensor, lengths: tuple[int, ...], **masks: Any) -> Tensor:
+    """Attention of the slices of a share, one after the other, as a stage runs them."""
+    carry.expect_slices(expected=True)
+    slices = zip(*(slices_of(tensor, lengths, 2, 2) for tensor in parts), strict=True)
+    state, outputs = NOTHING, []
+    window = masks.pop("window")
+    cut = {name: slices_of(mask, lengths, 1, 2) for name, mask in masks.items()}
+    for number, tensors in enumerate(slices):
+        carry.begin(state)
+        own: dict[str, Any] = {name: of_slices[number] for name, of_slices in cut.items()}
+        outputs.append(cf.attend(carry, *tensors, window=window, **own))
+        state = carry.end()
+    return torch.cat(outputs, 2)
+
+
+def attention(positions: int, lengths: tuple[int, ...] = (1,)) -> None:
     """Gathered and ring attention beside attention of whole sequences: values and gradients."""
     group = mesh_of((1, 4 // positions, positions), ("replica", "worker", "cp"))["cp"].get_group()
-    share = Share(torch.distributed.get_rank(group), positions)
+    share = Share(torch.distributed.get_rank(group), positions, lengths)
     generator = torch.Generator().manual_seed(2)
     length = 16
 
@@ -138,14 +155,15 @@ def attention(positions: int) -> None:
                 context = Context(share, group, ring=ring)
                 leaves = (cf.share_sequence(t.detach(), share, 2) for t in (queries, keys, values))
                 parts = [leaf.requires_grad_() for leaf in leaves]
-                own = {name: cf.share_sequence(mask, share) for name, mask in masks.items()}
-                run: Any = attend_share
-                output = run(context, *parts, window=window, **own)
-                torch.testing.assert_close(output, cf.share_sequence(whole, share, 2), rtol=1e-12, atol=1e-12)
-                gradients = torch.autograd.grad(output, parts, cf.share_sequence(upstream, share, 2))
-                for gradient, wanted in zip(gradients, expected, strict=True):
-                    part = cf.share_sequence(wanted, share, 2)
-                    torch.testing.assert_close(gradient, part, rtol=1e-12, atol=1e-12)
+                own: dict[str, Any] = {name: cf.share_sequence(mask, share) for name, mask in masks.items()}
+                for run in (cf.attend, partial(attend_in_slices, lengths=lengths)):
+                    carry = cf.Carry()
+                    carry.context = context
+                    output = run(carry, *parts, window=window, **own)
+                    close(output, cf.share_sequence(whole, share, 2))
+                    gradients = torch.autograd.grad(output, parts, cf.share_sequence(upstream, share, 2))
+                    for gradient, wanted in zip(gradients, expected, strict=True):
+                        close(gradient, cf.share_sequence(wanted, share, 2))
     shared = cf.share_sequence(values, share, 2)
     assert torch.equal(gathered(shared, Context(share, group), 2), values)
 
@@ -274,8 +292,10 @@ def four() -> None:
     schemes, parallel = cf.schemes, cf.ContextParallel("cp")
     ring = cf.ContextParallel("cp", ring=True)
     sharded = cf.ContextParallel("cp", fully_shard="cp")
-    attention(2)
+    for lengths in ((1,), (1, 1), (1, 2, 1)):
+        attention(2, lengths)
     attention(4)
+    attention(4, (1, 1))
     check(schemes.dapple(2, 2), parallel)
     check(schemes.dapple(2, 2), ring, loss=by_sample, recompute="layer")
     check(schemes.zb_h1(2, 4), sharded, loss=shifting)
@@ -291,3 +311,22 @@ def four() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RANK", str(torch.distributed.get_rank()))
         assert len(page("long-contexts.md", 10)) == 3
+
+
+def sliced() -> None:
+    """Slices of sequences that are shared, of equal and of other lengths."""
+    schemes, parallel = cf.schemes, cf.ContextParallel("cp")
+    ring = cf.ContextParallel("cp", ring=True)
+    check(schemes.gpipe(stages=2, micro_batches=2, slices=2), parallel)
+    check(schemes.dapple(stages=2, micro_batches=2, slices=2), ring, loss=shifting, recompute="layer")
+    check(
+        schemes.dapple(stages=2, micro_batches=2, slices=(3, 5)), parallel, loss=by_sample, recompute="stage"
+    )
+    check(schemes.zb_h1(stages=2, micro_batches=2, slices=(4, 8, 4)), ring, loss=by_sample)
+    check(
+        schemes.zb_v(workers=2, micro_batches=2, slices=2),
+        cf.ContextParallel("cp", fully_shard="cp"),
+        loss=shifting,
+    )
+    check(schemes.chimera(stages=2, micro_batches=2, slices=2), parallel)
+    check(schemes.gpipe(stages=1, micro_batches=2, slices=2), ring, dims={"cp": 4}, loss=shifting)

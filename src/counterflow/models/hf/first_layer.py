@@ -70,7 +70,7 @@ class FirstLayer(Layer):
         shares = self.before.context is not None
         plain = self.before.expects_slices or shares
         """True if masks go nowhere, as all attention is causal and sees to it itself."""
-        seen = (self._seen_of_share(arguments) if shares else self._seen(arguments)) if plain else Seen()
+        seen = self._seen(arguments) if plain else Seen()
         # A mask that these samples do not need is made for others: stages pass on the same structure for all.
         needed = any(arguments.get(name) is not None for name in ("attention_mask", "position_ids"))
         del self.notes[:]
@@ -111,29 +111,6 @@ class FirstLayer(Layer):
         ids = {"input_ids": arguments.get("input_ids")} if self.wants_ids else {}
         return {HIDDEN: hidden, "taken": layer_arguments, **ids, **({CAUSAL: seen} if plain else {})}
 
-    def _seen_of_share(self, arguments: dict[str, Any]) -> Seen:
-        """Limits of what positions of a share see of the sequence; gives the model the numbers of positions.
-
-        Args:
-            arguments: what the model takes, of this share.
-
-        Raises:
-            ConfigError: a mask or position ids are not by sample and position.
-        """
-        of = self._embedded(arguments)
-        mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
-        documents, context = None, self.before.context
-        assert context is not None
-        if positions is None:
-            numbers = self.before.positions(of.shape[1], device=of.device)
-            arguments["position_ids"] = numbers[None].expand(of.shape[0], -1)
-        elif mask is None:
-            sequence_documents = texts_of(gathered(positions.expand(of.shape[0], -1), context, 1))
-            documents = share_sequence(sequence_documents, context.share)
-        if mask is None:
-            arguments["attention_mask"] = torch.ones(of.shape[:2], dtype=torch.int64, device=of.device)
-        return Seen(documents, None if mask is None else mask.bool())
-
     @staticmethod
     def _embedded(arguments: dict[str, Any]) -> Tensor:
         """The model's token ids, or vectors, after the form of masks and position ids was checked.
@@ -156,27 +133,36 @@ class FirstLayer(Layer):
         return of
 
     def _seen(self, arguments: dict[str, Any]) -> Seen:
-        """Limits of what positions see of each other; says where in its sequence a slice is.
+        """Limits of what positions see of each other; gives the model the numbers of positions.
 
         As in transformers, documents are packed where position ids do not count on, if there is no mask.
 
         Args:
-            arguments: what the model takes; a slice is given its position ids.
+            arguments: what the model takes; a slice, or a share, is given its position ids.
 
         Raises:
             ConfigError: a mask or position ids are not by sample and position.
         """
-        of = self._embedded(arguments)
+        of, before = self._embedded(arguments), self.before
         mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
-        start, last, document = self.before.take((0, None, 0))
+        start, last, document = before.take_of_share((0, None, 0))
         documents = None
-        if positions is None and self.before.sliced:
-            arguments["position_ids"] = torch.arange(start, start + of.shape[1], device=of.device)[None]
+        if positions is None and (before.sliced or before.context is not None):
+            numbers = before.positions(of.shape[1], start, of.device)
+            arguments["position_ids"] = numbers[None]
         elif positions is not None and mask is None:
+            context = before.run_context
+            if context is not None:
+                positions = gathered(positions, context, 1)
             follows = positions[:, :1] == (positions[:, :1] if last is None else last + 1)
             documents = texts_of(positions) + document + (~follows).to(torch.int64)
             last, document = positions[:, -1:].clone(), documents[:, -1:].clone()
-        self.before.leave((start + of.shape[1], last, document))
+            if context is not None:
+                documents = share_sequence(documents, context.share)
+        if mask is None and before.context is not None:
+            # Else the model would begin a document where a share's tail follows its head.
+            arguments["attention_mask"] = torch.ones(of.shape[:2], dtype=torch.int64, device=of.device)
+        before.leave_of_share((start + of.shape[1], last, document))
         return Seen(documents, None if mask is None else mask.bool())
 
     def _refuse_masks(

@@ -138,7 +138,7 @@ def local_stages(
     if any(isinstance(m, TokenBalance) for layer in layers for m in layer.module.modules()):
         _refuse_balances(schedule, execution)
     if schedule.workload.slices > 1:
-        _refuse_slices(schedule, execution, dims)
+        _refuse_slices(schedule, execution)
     precision = precision_of(execution, transport.device, shards=bool(dims.further))
     for layer in layers:
         refuse_remote(layer.index, layer.module)
@@ -208,17 +208,12 @@ def _refuse_balances(schedule: Schedule, execution: Execution) -> None:
         )
 
 
-def _refuse_slices(schedule: Schedule, execution: Execution, dims: ParallelDims) -> None:
+def _refuse_slices(schedule: Schedule, execution: Execution) -> None:
     slices = f"{schedule.scheme} in {schedule.workload.slices} slices"
     if execution.deferred_batch_norm:
         raise ConfigError(
             f"deferred_batch_norm: {slices} would normalise each slice by its own mean, where one process "
             "takes that of all positions; omit one of them"
-        )
-    if dims.further:
-        raise ConfigError(
-            f"parallelize: {slices} runs a stage several times for a micro-batch, which sharded weights do "
-            "not expect; train without slices, or without parallelize"
         )
 
 
@@ -263,7 +258,8 @@ def _sharded(
             f"{schedule.scheme} clips each stage by its own norm, of which each position of the "
             "mesh knows its part; omit clip_norm, or take a synchronous scheme"
         )
-    modules = [StageModule(stage, copy.layers) for stage, copy in stages.items()]
+    lengths = schedule.workload.lengths
+    modules = [StageModule(stage, copy.layers, lengths) for stage, copy in stages.items()]
     reduced = parallelize_stages(modules, parallelize, further, mesh)
     for module in modules:
         skips = model.skips[module.number] is not None

@@ -187,7 +187,7 @@ def part(tree: Any, unit: Unit, batch: Batch, *, of_targets: bool) -> Any:
     if unit.parts == 1:
         return tree
     if batch.sequence is not None:
-        return slice_of(tree, unit, batch.sequence[of_targets], batch.sequence.lengths)
+        return slice_of(tree, unit, batch.sequence[of_targets], batch.sequence.slices)
     dims = batch.target_dims if of_targets else batch.input_dims
     return cut(tree, unit.rows(batch.samples[unit.micro_batch]), dims)
 

@@ -58,7 +58,8 @@ class ContextParallel(MeshFunction):
             ConfigError: the mesh has no such dimension.
         """
         part = self._part(mesh)
-        stage.context = Context(Share(part.get_local_rank(), part.size()), part.get_group(), ring=self.ring)
+        share = Share(part.get_local_rank(), part.size(), stage.lengths)
+        stage.context = Context(share, part.get_group(), ring=self.ring)
         for module in stage.modules():
             if isinstance(module, Carry):
                 module.context = stage.context

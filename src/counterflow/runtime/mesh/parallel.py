@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from counterflow.api.aux_loss import was_added
 from counterflow.api.contexts import Context
+from counterflow.api.skip import Carried
 from counterflow.common.tensors.dtensors import is_dtensor, settled
 from counterflow.common.tensors.torch_private import children_of, fsdp_groups, whole_parameter
 from counterflow.common.trees import mapped
@@ -59,15 +60,17 @@ class StageModule(nn.Module, StageWrapper):
         expert_weights: weights of which positions have other experts each.
         divides_experts: True if its experts, if it has any, are divided.
         context: positions that share its sequences; None: it is given whole ones.
+        lengths: relative lengths of the slices in which its sequences run.
     """
 
     sums_each_backward = False
     one_sum: OneSum | None = None
     """Sums once a step what ``fully_shard`` shards; None: it shards nothing, or sums in each backward."""
 
-    def __init__(self, number: int, layers: Sequence[NamedLayer]) -> None:
+    def __init__(self, number: int, layers: Sequence[NamedLayer], lengths: tuple[int, ...] = (1,)) -> None:
         super().__init__()
         self.number = number
+        self.lengths = lengths
         self.expert_weights: list[ExpertWeight] = []
         self.divides_experts = False
         self.context: Context | None = None
@@ -91,7 +94,19 @@ class StageModule(nn.Module, StageWrapper):
         Raises:
             ConfigError: a tensor is a DTensor.
         """
-        output = self(lambda given: run(given, step, rows), value)
+        skips: list[dict[int, Any]] = []
+
+        def run_layers(value: Value) -> Any:
+            output = run(value, step, rows)
+            if type(output) is not Carried:
+                return output
+            skips.append(output.skips)
+            return output.value
+
+        # Hooks of fully_shard get no skips or states: a backward has the stage gathered for these.
+        output = self(run_layers, value)
+        if skips:
+            output = Carried(output, *skips)
         if self.one_sum is not None:
             self.one_sum.prepare()
             self.one_sum.gathers |= was_added()

@@ -145,7 +145,7 @@ class ParallelDims:
 
         >>> dims = ParallelDims(RankMesh((2, 1, 2), (0, 1, 2, 3)), frozenset({0, 2}), contexts=frozenset({2}))
         >>> dims.share(3, dims.samples - dims.contexts), dims.share(2, dims.contexts)
-        (Share(number=1, count=2), Share(number=0, count=2))
+        (Share(number=1, count=2, lengths=(1,)), Share(number=0, count=2, lengths=(1,)))
         """
         number, count = 0, 1
         for dim in sorted(dims):

@@ -18,7 +18,7 @@ from .loss_output import UnitLoss
 from .losses import Losses
 from .prefetcher import MicroBatchPrefetcher
 from .samples import Dims
-from .slicing import SequenceDims, rows_of_slice
+from .slicing import SequenceDims, Slices
 from .step_report import CallReport
 from .unit_watch import UnitWatch
 
@@ -32,22 +32,26 @@ class RowsOf(dict[Unit, SampleRows]):
     Args:
         first: number of this replica's first micro-batch among those of all replicas.
         samples: number of samples by micro-batch.
-        lengths: relative lengths of the slices of each micro-batch; one: it is whole.
+        slices: slices of each micro-batch; None: it is whole.
         positions: number of positions of the sequence by micro-batch; empty if not known.
     """
 
     def __init__(
-        self, first: int, samples: Sequence[int], lengths: Sequence[int] = (1,), positions: Sequence[int] = ()
+        self,
+        first: int,
+        samples: Sequence[int],
+        slices: Slices | None = None,
+        positions: Sequence[int] = (),
     ) -> None:
-        self.first, self.samples, self.lengths, self.positions = first, samples, lengths, positions
+        self.first, self.samples, self.slices, self.positions = first, samples, slices, positions
 
     def __missing__(self, unit: Unit) -> SampleRows:
         samples = self.samples[unit.micro_batch]
-        if len(self.lengths) > 1:  # parts are slices of all its samples
+        if self.slices is not None:  # parts are slices of all its samples
             number, length = self.first + unit.micro_batch, 0
             if self.positions:
                 length = self.positions[unit.micro_batch]
-            positions = rows_of_slice(unit.part, self.lengths, length)
+            positions = self.slices.rows(unit.part, length)
             count = positions.stop - positions.start
             rows = self[unit] = SampleRows(number, samples, 0, samples, *unit[1:3], count, length)
             return rows

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+from counterflow.api.contexts import MULTIPLE
 from counterflow.errors import ConfigError
 from counterflow.execution import Batching, Execution
 from counterflow.schedule.ir import Schedule
@@ -23,7 +24,7 @@ from .input_cuts import compared_rows
 from .known_shapes import KnownShapes
 from .losses import Losses
 from .prefetcher import CopyStream, MicroBatchPrefetcher
-from .slicing import SequenceDims, positions_of
+from .slicing import SequenceDims, Slices, positions_of
 from .step_report import CallKind, CallReport
 from .user_batch import UserBatch, even, ready, unsplit
 
@@ -92,14 +93,17 @@ class Batches:
             for trains in (True, False)
         }
         """On mini-batches that are trained on, which may follow each other, and on all others."""
-        self._slices, self._lengths = schedule.workload.slices, schedule.workload.lengths
-        if self._slices > 1 and batching.per_micro_batch_loss:
+        self._slices: Slices | None = None
+        if schedule.workload.slices > 1:
+            multiple = MULTIPLE if role.dims.contexts else 1
+            self._slices = Slices(schedule.workload.lengths, multiple)
+        if self._slices is not None and batching.per_micro_batch_loss:
             raise ConfigError(
                 f"per_micro_batch_loss: {schedule.scheme} has no loss of a whole micro-batch where it cuts "
                 "them in slices; return a mean over samples and positions, or a cf.LossSum"
             )
         self._first_steps = FirstSteps(
-            batching, self._parts, sliced=self._slices > 1, diagnoses_inputs=not role.dims.in_lockstep
+            batching, self._parts, sliced=self._slices is not None, diagnoses_inputs=not role.dims.in_lockstep
         )
         self._shapes = KnownShapes(schedule.workload)
         self._known_layouts: KnownLayouts = []
@@ -175,11 +179,11 @@ class Batches:
             report = CallReport(call, step, outputs, follows=True)
         agreed = agreement.last
         has_one_unit = call is CallKind.PREDICT or self._has_one_unit(agreed, call, run)
-        lengths = self._lengths if call.trains else (1,)
+        slices = self._slices if call.trains else None
         sequence, positions = None, tuple[int, ...]()
-        if len(lengths) > 1:
+        if slices is not None:
             batching = self._batching
-            sequence = SequenceDims(batching.sequence_dims, batching.target_sequence_dims, lengths)
+            sequence = SequenceDims(batching.sequence_dims, batching.target_sequence_dims, slices)
             positions = positions_of(user_batch, agreed.sizes, sequence)
         at_once = not self._schedule.synchronous  # needed when the user may change what was given
         inputs, targets = (
@@ -207,7 +211,7 @@ class Batches:
             samples=agreed.sizes,
             total=agreed.total,
             rows=rows_of(
-                self._peers.replica * self._schedule.micro_batches, tuple(agreed.sizes), lengths, positions
+                self._peers.replica * self._schedule.micro_batches, tuple(agreed.sizes), slices, positions
             ),
             training=call.trains,
             input_dims=user_batch.input_dims,
@@ -266,7 +270,7 @@ class Batches:
     def _report(
         self, user_batch: UserBatch, call: CallKind, step: int, *, outputs: bool, follows: bool
     ) -> tuple[CallReport, tuple[int, ...], list[int]]:
-        if outputs and call.trains and self._slices > 1:
+        if outputs and call.trains and self._slices is not None:
             raise ConfigError(
                 f"{self._schedule.scheme} cuts micro-batches in slices, and a step gives none of their "
                 "outputs; call evaluate(outputs=True) or predict"
@@ -326,5 +330,6 @@ class Batches:
         return self._units(agreed, call) * self._peers.replicas == 1 and not keeps
 
     def _units(self, agreed: Agreed, call: CallKind) -> int:
-        sliced = self._slices > 1 and call.trains
-        return (self._slices if sliced else self._parts) * sum(map(bool, agreed.sizes))
+        sliced = self._slices is not None and call.trains
+        parts = self._schedule.workload.slices if sliced else self._parts
+        return parts * sum(map(bool, agreed.sizes))
