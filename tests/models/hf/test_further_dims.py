@@ -13,7 +13,12 @@ from ...kit import FileFunction
 
 @pytest.mark.parametrize(
     ("file", "case"),
-    [("expert_cases.py", "five"), ("context_cases.py", "decoders"), ("tensor_cases.py", "decoders")],
+    [
+        ("expert_cases.py", "five"),
+        ("context_cases.py", "decoders"),
+        ("context_cases.py", "sliced"),
+        ("tensor_cases.py", "decoders"),
+    ],
 )
 def test_models_train_as_one_process(file: str, case: str) -> None:
     """Those of experts, divided; and decoders of which positions share sequences, or the work of a layer."""

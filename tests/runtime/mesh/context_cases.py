@@ -200,6 +200,8 @@ def refuse() -> None:
     tokens, _ = batch(4)
     with pytest.raises(cf.ConfigError, match=r"a sequence of 6 positions cannot be shared by 2 .* of 4"):
         cf.share_sequence(tokens[:, :6], Share(0, 2))
+    with pytest.raises(cf.ConfigError, match=r"a sequence of 8 positions cannot be cut in 3 slices, each"):
+        cf.share_sequence(tokens[:, :8], Share(0, 2, (1, 1, 1)))
     mesh, parallel = mesh_of((1, 2, 2), ("replica", "worker", "cp")), cf.ContextParallel("context")
     with pytest.raises(cf.ConfigError, match="no dimension 'context'"):
         cf.Pipeline(
@@ -207,14 +209,13 @@ def refuse() -> None:
         )
 
 
-def step_with(layer: nn.Module) -> None:
+def step_with(layer: nn.Module, slices: int = 1) -> None:
     """A step with a layer that looks across the sequence."""
     made = layers()
     made.insert(1, layer)
     mesh, parallel = mesh_of((1, 2, 2), ("replica", "worker", "cp")), cf.ContextParallel("cp")
-    pipeline = cf.Pipeline(
-        made, counted, cf.schemes.dapple(2, 2), optimizer=adamw, mesh=mesh, parallelize=parallel
-    )
+    schedule = cf.schemes.dapple(stages=2, micro_batches=2, slices=slices)
+    pipeline = cf.Pipeline(made, counted, schedule, optimizer=adamw, mesh=mesh, parallelize=parallel)
     pipeline.step(*(cf.share_sequence(t, pipeline.context) for t in batch(4)))
 
 
@@ -224,6 +225,23 @@ def mixing() -> None:
 
 def recurrent() -> None:
     step_with(Recurrent())
+
+
+def mixing_sliced() -> None:
+    step_with(Mixing(), slices=2)
+
+
+def recurrent_sliced() -> None:
+    step_with(Recurrent(), slices=2)
+
+
+def shifting_sliced() -> None:
+    """Labels that are shifted within the slice of a share."""
+    mesh, parallel = mesh_of((1, 2, 2), ("replica", "worker", "cp")), cf.ContextParallel("cp")
+    schedule = cf.schemes.dapple(stages=2, micro_batches=2, slices=2)
+    pipeline = cf.Pipeline(layers(), local_shift, schedule, optimizer=adamw, mesh=mesh, parallelize=parallel)
+    tokens = cf.share_sequence(batch(4)[0], pipeline.context)
+    pipeline.step(tokens, tokens)
 
 
 def unshared() -> None:

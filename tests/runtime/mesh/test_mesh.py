@@ -35,10 +35,10 @@ def test_degrees_of_a_mesh_give_the_numbers_of_one_process() -> None:
     assert tables == [cases_of("rehearsed", "tensor_cases.py")()] * 4
 
 
-@pytest.mark.parametrize("processes", ["four", "eight"])
+@pytest.mark.parametrize("processes", ["four", "sliced", "eight"])
 def test_shared_sequences_give_the_numbers_of_one_process(processes: str) -> None:
     """With eight processes experts are divided as well, beside shared sequences or tensor parallelism."""
-    workers = {"four": 4, "eight": 8}[processes]
+    workers = {"four": 4, "sliced": 4, "eight": 8}[processes]
     cf.launch(cases_of(processes, "context_cases.py"), workers=workers, timeout_seconds=60, threads=1)
 
 
@@ -47,6 +47,12 @@ def test_shared_sequences_give_the_numbers_of_one_process(processes: str) -> Non
     [
         ("mixing", r"layer 1 \(Mixing\) of stage 0 computes something else of a share of a sequence"),
         ("recurrent", "a layer carries a state along the sequence"),
+        (
+            "mixing_sliced",
+            r"layer 1 \(Mixing\) of stage 0 makes something else of a whole sequence than of its 2",
+        ),
+        ("recurrent_sliced", "a layer carries a state along the sequence"),
+        ("shifting_sliced", "the loss is no mean over positions"),
         ("unshared", r"all positions .* are given the same inputs, .* give cf.share_sequence"),
     ],
 )

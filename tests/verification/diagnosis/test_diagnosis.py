@@ -25,6 +25,7 @@ from counterflow.verification.diagnosis.graded_losses import LossProbe, Weighted
 from counterflow.verification.diagnosis.graph_leaves import StageGraph, diagnose_graph
 from counterflow.verification.diagnosis.reruns import RerunDiagnosis
 from counterflow.verification.diagnosis.sample_means import SampleMeanDiagnosis
+from counterflow.verification.diagnosis.shared_layers import SharedLayer, diagnose_shared_layer
 from counterflow.verification.diagnosis.sliced_layers import SlicedLayer, SlicedLayerDiagnosis
 from counterflow.verification.diagnosis.tolerances import (
     ACTIVATIONS,
@@ -190,6 +191,7 @@ class SlicedStage:
     layer: Callable[[Tensor, Mapping[int, Tensor]], tuple[Tensor, Mapping[int, Tensor]] | None]
     number: int = 4
     lower_precision: bool = False
+    shares_sequences: bool = False
     undisturbed: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def layers(self) -> list[SlicedLayer]:
@@ -229,6 +231,35 @@ def test_layers_on_slices(caplog: pytest.LogCaptureFixture) -> None:
             SlicedStage(layer).diagnose()
     SlicedStage(lambda *_: None).diagnose()
     assert "it could not be seen whether layer 0 (Sums), and what comes after it" in caplog.text
+
+
+def test_layers_on_shares(caplog: pytest.LogCaptureFixture) -> None:
+    """A layer that treats each position for itself makes of halves of a share what it makes of the share."""
+
+    def diagnose(run: Callable[[Any], Any], value: Any, samples: int = 2) -> None:
+        diagnose_shared_layer(SharedLayer("layer 1 (Mix)", 3, run, lower_precision=False), value, samples)
+
+    table = torch.randn(1, 6, 4)
+    diagnose(torch.tanh, torch.randn(2, 6, 4))
+    diagnose(torch.tanh, torch.randn(6, 2, 4))  # positions before samples
+    diagnose(torch.tanh, torch.randn(2, 1, 4))
+    diagnose(
+        lambda value: {**value, "x": value["x"] * value["table"]}, {"x": torch.randn(2, 6, 4), "table": table}
+    )
+    wrong: list[Callable[[Tensor], Any]] = [
+        lambda value: value.flip(1),
+        lambda value: (value, value.mean(1)),
+        lambda value: value + value.shape[1],
+        lambda value: (value, torch.tensor([value.shape[1]])),
+    ]
+    for layer in wrong:
+        with pytest.raises(
+            ConfigError, match=r"layer 1 \(Mix\) of stage 3 computes something else of a share"
+        ):
+            diagnose(layer, torch.randn(2, 6, 4))
+    assert not caplog.records
+    diagnose(lambda value: value * table, torch.randn(2, 6, 4))
+    assert "layer 1 (Mix) was not checked on shares of sequences: The size of tensor" in caplog.text
 
 
 def graph(outputs: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> StageGraph:

@@ -117,6 +117,10 @@ class _SlicedStage(_ProbedStage):
     def lower_precision(self) -> bool:
         return not self.copy.precision.plain
 
+    @property
+    def shares_sequences(self) -> bool:
+        return self.copy.context_guard is not None
+
     def layers(self) -> Iterator[SlicedLayer]:
         for layer, run, numbers in self.copy.layer_runs():
             yield SlicedLayer(place_of(layer), partial(self._run, run, numbers))

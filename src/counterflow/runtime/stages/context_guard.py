@@ -1,29 +1,26 @@
 """Wrapper of layers and loss functions that are given shares of sequences.
 
 A loss function may ask for whole targets (``cf.whole_target``, ``cf.next_target``). In its first run in
-training a layer without a ``Carry`` runs on two halves of its share as well: it has to compute the same of
-each position, else it looks across the sequence and would see a share alone.
+training a layer without a ``Carry`` is diagnosed on two halves of its share
+(``verification/diagnosis/shared_layers.py``). In slices the diagnosis of these finds what looks across them.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from counterflow.api.aux_loss import collecting
 from counterflow.api.contexts import CONTEXT, Context
 from counterflow.common.trees import tensors_in
 from counterflow.errors import ConfigError
-from counterflow.verification.diagnosis.comparison import distance
-from counterflow.verification.diagnosis.tolerances import ACTIVATIONS, COARSE
+from counterflow.verification.diagnosis.shared_layers import SharedLayer, diagnose_shared_layer
 
 from ..messages.values import Value
 from .carrying import carries_in
@@ -32,8 +29,6 @@ from .precision import Precision
 from .randomness import RandomStreams
 from .sample_rows import SampleRows
 from .stage_wrappers import Run, StageWrapper
-
-_LOG = logging.getLogger(__name__)
 
 
 class SharedStage(Protocol):
@@ -75,8 +70,7 @@ class ContextGuard(StageWrapper):
         token = CONTEXT.set(self._context)
         try:
             if layer.index == 0 and not self._compared_inputs:
-                self._compared_inputs = True
-                self._refuse_whole_sequences(value)
+                self._compared_inputs = self._refuse_whole_sequences(value)
             if layer.index not in self._checked and not self._stage.has_skips:
                 self._checked.add(layer.index)
                 self._check(layer, value, step, rows)
@@ -84,8 +78,11 @@ class ContextGuard(StageWrapper):
         finally:
             CONTEXT.reset(token)
 
-    def _refuse_whole_sequences(self, value: Value) -> None:
+    def _refuse_whole_sequences(self, value: Value) -> bool:
         """Refuse inputs that are the same at all positions, as whole sequences would be.
+
+        Returns:
+            False: they show nothing, since all elements are equal, as those of a slice of padding.
 
         Raises:
             ConfigError: they are.
@@ -102,33 +99,16 @@ class ContextGuard(StageWrapper):
                 "as a share of a longer sequence; give cf.share_sequence(tensor, pipeline.context) of inputs "
                 "and targets"
             )
+        return any(bool(gathered[0]) for gathered in rows)
 
     def _check(self, layer: NamedLayer, value: Value, step: int, rows: SampleRows) -> None:
-        """Compare a layer's output of a share with those of its halves.
-
-        Raises:
-            ConfigError: they differ.
-        """
+        """Diagnose a layer on its share; errors as of ``diagnose_shared_layer``."""
         stage = self._stage
-        length = _length(value)
         run = next(run for other, run, _ in stage.layer_runs() if other is layer)
+        lower = not stage.precision.plain or torch.is_autocast_enabled(stage.streams.device.type)
+        shared = SharedLayer(place_of(layer), stage.stage, lambda part: run(part, step, rows), lower)
         with stage.probing(), torch.no_grad(), collecting():
-            output = run(value, step, rows)
-            try:
-                halves = [run(half, step, rows) for half in _halves(value, length)]
-            except Exception as error:  # it may need more positions than a half has
-                _LOG.warning("%s was not checked on shares of sequences: %s", place_of(layer), error)
-                return
-        device = stage.streams.device.type
-        lower = not stage.precision.plain or torch.is_autocast_enabled(device)
-        for part, expected in zip(halves, _halves(output, length), strict=True):
-            for actual, wanted in zip(tensors_in(part), tensors_in(expected), strict=True):
-                if actual.shape != wanted.shape or _differ(actual, wanted, lower=lower):
-                    raise ConfigError(
-                        f"{place_of(layer)} of stage {stage.stage} computes something else of a share of a "
-                        "sequence than of its halves, so it looks across the sequence; let its attention be "
-                        "cf.attend with a cf.Carry, or train without cf.ContextParallel"
-                    )
+            diagnose_shared_layer(shared, value, rows.stop - rows.start)
 
 
 def _fingerprint(tensor: Tensor) -> float:
@@ -138,27 +118,3 @@ def _fingerprint(tensor: Tensor) -> float:
 
 def _varies(tensor: Tensor) -> bool:
     return bool((tensor != tensor.reshape(-1)[0]).any())
-
-
-def _differ(tensor: Tensor, expected: Tensor, *, lower: bool) -> bool:
-    if not tensor.is_floating_point():
-        return not tensor.equal(expected)
-    tolerance = COARSE if lower else ACTIVATIONS.of(tensor.dtype)
-    return bool(tensor.numel()) and not distance(expected, tensor) <= tolerance
-
-
-def _length(value: Any) -> int:
-    """Positions of a share: the second dimension of the value's first tensor that has one."""
-    return next((tensor.shape[1] for tensor in tensors_in(value) if tensor.dim() > 1), 0)
-
-
-def _halves(value: Any, length: int) -> list[Any]:
-    """A value on the first and on the second half of a share."""
-    half = length // 2
-
-    def part(leaf: Any, first: int, count: int) -> Any:
-        has = isinstance(leaf, Tensor) and leaf.dim() > 1 and leaf.shape[1] == length
-        return leaf.narrow(1, first, count) if has else leaf
-
-    bounds = (0, half), (half, length - half)
-    return [pytree.tree_map(lambda leaf: part(leaf, *bound), value) for bound in bounds]  # noqa: B023

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from counterflow.common.trees import dimensional, tensors_in
+from counterflow.common.trees import tensors_in
 from counterflow.errors import ConfigError
 
-from .comparison import compare_with_parts, distance
-from .tolerances import ACTIVATIONS, COARSE
+from .comparison import compare_with_parts
+from .sequence_parts import Joined, Value, are_near, join_parts, positions_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,10 +39,6 @@ _LEAST = 3
 _GROWTH = 2
 """Factor of the length of micro-batches at which stages are diagnosed again."""
 
-_PERIOD = 65521
-"""Number of different weights in the sum of an output; a prime, so that no dimension divides it."""
-
-Value = Any
 States = Mapping[int, Any]
 """Carried states by number."""
 
@@ -102,6 +98,10 @@ class SlicedStage(Protocol):
     def lower_precision(self) -> bool:
         """True if it computes in a lower precision than that of its weights."""
 
+    @property
+    def shares_sequences(self) -> bool:
+        """True if positions of the mesh share its sequences."""
+
     def layers(self) -> Iterable[SlicedLayer]:
         """Layers in their order."""
 
@@ -115,13 +115,6 @@ class _Slices(NamedTuple):
     values: Sequence[Value]
     rows: Sequence[SliceRows]
     sequence: Value | None
-
-
-class _Joined(NamedTuple):
-    """Slices joined to a sequence; ``complete``: all of its tensors are of the slices."""
-
-    value: Value
-    complete: bool
 
 
 @dataclass(slots=True)
@@ -183,7 +176,7 @@ class SlicedLayerDiagnosis:
         try:
             _diagnose(stage, slices)
         except torch.OutOfMemoryError:
-            if len(slices) <= _LEAST:
+            if len(slices) <= _LEAST or stage.shares_sequences:  # other positions compare all of them
                 raise
             _LOG.warning(
                 "the memory does not suffice to compare all %d slices of stage %d with the whole sequence; "
@@ -247,7 +240,7 @@ class _LayerComparison:
             raise _Undecided
         stage, layer = self._stage, self._layer
         connected = self._leaves if self._input.complete else ()  # else the whole has no graph with them
-        if not _are_near(expected, joined.value, connected, lower_precision=stage.lower_precision):
+        if not are_near(expected, joined.value, connected, lower_precision=stage.lower_precision):
             raise ConfigError(
                 f"{layer.place} of stage {stage.number} makes something else of a whole sequence than of "
                 f"its {len(self._rows)} slices one after the other; if it looks across the sequence (or "
@@ -276,103 +269,21 @@ def _length(value: Value, rows: SliceRows) -> int:
     return 1 if first is None else first.numel() // rows.samples
 
 
-def _sizes(slices: _Slices) -> list[int] | None:
-    """Number of positions in each slice; None: not known.
-
-    On a worker without the mini-batch they are the sizes of the first tensor in its second dimension or, if
-    that contains the samples, in its first one.
-    """
-    if slices.rows[0].positions:
-        return [rows.positions for rows in slices.rows]
-    first = [next(iter(dimensional(value)), None) for value in slices.values]
-    shapes = [tensor.shape for tensor in first if tensor is not None and tensor.dim() > 1]
-    if len(shapes) < len(slices.values):
-        return None
-    dim = 0 if shapes[0][1] == slices.rows[0].samples != shapes[0][0] else 1
-    return [shape[dim] for shape in shapes]
-
-
-def _join(slices: _Slices) -> _Joined | None:
+def _join(slices: _Slices) -> Joined | None:
     """Join slices to a sequence; None: not known, or no tensor has positions.
 
-    A leaf that has no positions and differs between slices is that of the whole sequence, if that is known.
+    On a worker without the mini-batch their lengths are those of their values.
     """
-    flat = [pytree.tree_flatten(value) for value in slices.values]
-    spec, sizes = flat[0][1], _sizes(slices)
-    if sizes is None or any(spec_of_slice != spec for _, spec_of_slice in flat):
-        return None
-    sequence_leaves: Sequence[Any] = [None] * spec.num_leaves
-    if slices.sequence is not None:
-        sequence_leaves, sequence_spec = pytree.tree_flatten(slices.sequence)
-        if sequence_spec != spec:
+    sizes = [rows.positions for rows in slices.rows]
+    if not sizes[0]:
+        positions = [
+            positions_of(v, rows.samples) for v, rows in zip(slices.values, slices.rows, strict=True)
+        ]
+        sizes = [each.length for each in positions if each is not None]
+        if len(sizes) < len(positions):
             return None
-    leaves, joins, complete = [], False, True
-    for of_sequence, *parts in zip(sequence_leaves, *(leaves for leaves, _ in flat), strict=True):
-        dim = _position_dim(parts, sizes)
-        if dim is not None:
-            joins = True
-            leaves.append(torch.cat(parts, dim))
-        elif all(_equal(part, parts[0]) for part in parts[1:]):
-            leaves.append(parts[0])
-        elif slices.sequence is not None:
-            complete = complete and not isinstance(of_sequence, Tensor)
-            leaves.append(of_sequence)
-        else:
-            return None
-    known = joins or slices.sequence is not None
-    return _Joined(pytree.tree_unflatten(leaves, spec), complete) if known else None
-
-
-def _position_dim(parts: Sequence[Any], sizes: Sequence[int]) -> int | None:
-    if not all(isinstance(part, Tensor) and part.dim() == parts[0].dim() for part in parts):
-        return None
-    dims = [dim for dim in range(parts[0].dim()) if [part.shape[dim] for part in parts] == sizes]
-    return 1 if 1 in dims else next(iter(dims), None)
-
-
-def _equal(first: Any, second: Any) -> bool:
-    if type(first) is not type(second):
-        return False
-    return torch.equal(first, second) if isinstance(first, Tensor) else bool(first == second)
-
-
-def _are_near(expected: Any, got: Any, inputs: Sequence[Any], *, lower_precision: bool) -> bool:
-    """True if outputs are equal up to rounding, and the gradients that they give their inputs."""
-
-    def near(expected: Tensor, got: Tensor) -> bool:
-        return distance(expected, got) <= (COARSE if lower_precision else ACTIVATIONS.of(expected.dtype))
-
-    pairs = list(zip(dimensional(expected), dimensional(got), strict=False))
-    if len(pairs) != len(dimensional(expected)) or not all(near(*pair) for pair in pairs):
-        return False
-    leaves = [leaf for value in inputs for leaf in dimensional(value) if leaf.requires_grad]
-    if lower_precision or not leaves or not pairs:
-        return True
-    gradients = (_gradients(outputs, leaves) for outputs in zip(*pairs, strict=True))
-    return all(
-        of_whole is of_slices or near(_or_zeros(of_whole, leaf), _or_zeros(of_slices, leaf))
-        for of_whole, of_slices, leaf in zip(*gradients, leaves, strict=True)
-    )
-
-
-def _or_zeros(gradient: Tensor | None, leaf: Tensor) -> Tensor:
-    return torch.zeros_like(leaf) if gradient is None else gradient
-
-
-def _gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Gradients of a sum of the outputs in which each element has another weight."""
-    differentiable = [tensor for tensor in outputs if tensor.requires_grad]
-    if not differentiable:
-        return [None] * len(leaves)
-    weights = [_weights(tensor) for tensor in differentiable]
-    return torch.autograd.grad(differentiable, leaves, weights, allow_unused=True)
-
-
-def _weights(tensor: Tensor) -> Tensor:
-    """Weights of the elements of a tensor, of which neighbours differ."""
-    count = tensor.numel()
-    period = torch.arange(min(count, _PERIOD), device=tensor.device, dtype=torch.float64).cos()
-    return period.to(tensor.dtype).repeat(-(-count // _PERIOD))[:count].view(tensor.shape)
+    joined = join_parts(slices.values, sizes, slices.sequence)
+    return joined if joined is not None and (joined.joins or slices.sequence is not None) else None
 
 
 def _warn(layer: SlicedLayer, more: str) -> None:

@@ -1,0 +1,182 @@
+"""Values of parts of sequences: their positions, their join, and its comparison with the value of the whole.
+
+Which dimension has the positions is not said by a layer. It is that of a number of positions, the second one
+where several fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from counterflow.common.trees import dimensional
+
+from .comparison import distance
+from .tolerances import ACTIVATIONS, COARSE
+
+_PERIOD = 65521
+"""Number of different weights in the sum of an output; a prime, so that no dimension divides it."""
+
+Value = Any
+
+
+class Positions(NamedTuple):
+    """Positions of a value.
+
+    Attributes:
+        dim: their dimension in its first tensor that has two.
+        length: their number.
+    """
+
+    dim: int
+    length: int
+
+
+class Joined(NamedTuple):
+    """Parts joined to a sequence.
+
+    Attributes:
+        value: value of the sequence.
+        complete: True if all of its tensors are of the parts.
+        joins: True if some tensor has positions.
+    """
+
+    value: Value
+    complete: bool
+    joins: bool
+
+
+def positions_of(value: Value, samples: int) -> Positions | None:
+    """Positions of a value, in its second dimension, or in the first one if the second contains the samples.
+
+    Args:
+        value: value of a sequence, or of a part.
+        samples: number of samples.
+
+    Returns:
+        None: no tensor has two dimensions.
+
+    >>> positions_of(torch.zeros(4, 8, 3), 4), positions_of({"x": torch.zeros(8, 4, 3)}, 4)
+    (Positions(dim=1, length=8), Positions(dim=0, length=8))
+    """
+    shape = next((tensor.shape for tensor in dimensional(value) if tensor.dim() > 1), None)
+    if shape is None:
+        return None
+    dim = 0 if shape[1] == samples != shape[0] else 1
+    return Positions(dim, shape[dim])
+
+
+def halves_of(value: Value, positions: Positions) -> tuple[Value, Value]:
+    """A value on the first and on the second half of its positions; the first is the shorter one."""
+    dim, length = positions
+    half = length // 2
+
+    def narrow(leaf: Any, start: int, stop: int) -> Any:
+        has_positions = isinstance(leaf, Tensor) and leaf.dim() > dim and leaf.shape[dim] == length
+        return leaf.narrow(dim, start, stop - start) if has_positions else leaf
+
+    return (
+        pytree.tree_map(lambda leaf: narrow(leaf, 0, half), value),
+        pytree.tree_map(lambda leaf: narrow(leaf, half, length), value),
+    )
+
+
+def join_parts(parts: Sequence[Value], sizes: Sequence[int], sequence: Value | None = None) -> Joined | None:
+    """Join the values of parts to that of their sequence.
+
+    A leaf that has no positions and differs between parts is that of the sequence, if that is known.
+
+    Args:
+        parts: values of one structure.
+        sizes: number of positions of each part.
+        sequence: value of the sequence, if known.
+
+    Returns:
+        None: structures differ, or a leaf is not known.
+    """
+    flat = [pytree.tree_flatten(value) for value in parts]
+    spec = flat[0][1]
+    if any(spec_of_part != spec for _, spec_of_part in flat):
+        return None
+    sequence_leaves: Sequence[Any] = [None] * spec.num_leaves
+    if sequence is not None:
+        sequence_leaves, sequence_spec = pytree.tree_flatten(sequence)
+        if sequence_spec != spec:
+            return None
+    leaves, joins, complete = [], False, True
+    for of_sequence, *of_parts in zip(sequence_leaves, *(leaves for leaves, _ in flat), strict=True):
+        dim = _position_dim(of_parts, sizes)
+        if dim is not None:
+            joins = True
+            leaves.append(torch.cat(of_parts, dim))
+        elif all(_equal(part, of_parts[0]) for part in of_parts[1:]):
+            leaves.append(of_parts[0])
+        elif sequence is not None:
+            complete = complete and not isinstance(of_sequence, Tensor)
+            leaves.append(of_sequence)
+        else:
+            return None
+    return Joined(pytree.tree_unflatten(leaves, spec), complete, joins)
+
+
+def are_near(expected: Value, got: Value, inputs: Sequence[Value] = (), *, lower_precision: bool) -> bool:
+    """True if outputs are equal up to rounding, and the gradients that they give their inputs.
+
+    Args:
+        expected: output of the whole.
+        got: joined outputs of the parts.
+        inputs: leaves of the graphs of both; empty: gradients are not compared.
+        lower_precision: True if layers compute in a lower precision than that of their outputs.
+    """
+
+    def near(expected: Tensor, got: Tensor) -> bool:
+        return distance(expected, got) <= (COARSE if lower_precision else ACTIVATIONS.of(expected.dtype))
+
+    pairs = list(zip(dimensional(expected), dimensional(got), strict=False))
+    if len(pairs) != len(dimensional(expected)) or not all(near(*pair) for pair in pairs):
+        return False
+    leaves = [leaf for value in inputs for leaf in dimensional(value) if leaf.requires_grad]
+    if lower_precision or not leaves or not pairs:
+        return True
+    gradients = (_gradients(outputs, leaves) for outputs in zip(*pairs, strict=True))
+    return all(
+        of_whole is of_parts or near(_or_zeros(of_whole, leaf), _or_zeros(of_parts, leaf))
+        for of_whole, of_parts, leaf in zip(*gradients, leaves, strict=True)
+    )
+
+
+def _position_dim(parts: Sequence[Any], sizes: Sequence[int]) -> int | None:
+    if not all(isinstance(part, Tensor) and part.dim() == parts[0].dim() for part in parts):
+        return None
+    dims = [dim for dim in range(parts[0].dim()) if [part.shape[dim] for part in parts] == [*sizes]]
+    return 1 if 1 in dims else next(iter(dims), None)
+
+
+def _equal(first: Any, second: Any) -> bool:
+    if type(first) is not type(second):
+        return False
+    return torch.equal(first, second) if isinstance(first, Tensor) else bool(first == second)
+
+
+def _or_zeros(gradient: Tensor | None, leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if gradient is None else gradient
+
+
+def _gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Gradients of a sum of the outputs in which each element has another weight."""
+    differentiable = [tensor for tensor in outputs if tensor.requires_grad]
+    if not differentiable:
+        return [None] * len(leaves)
+    weights = [_weights(tensor) for tensor in differentiable]
+    return torch.autograd.grad(differentiable, leaves, weights, allow_unused=True)
+
+
+def _weights(tensor: Tensor) -> Tensor:
+    """Weights of the elements of a tensor, of which neighbours differ."""
+    count = tensor.numel()
+    period = torch.arange(min(count, _PERIOD), device=tensor.device, dtype=torch.float64).cos()
+    return period.to(tensor.dtype).repeat(-(-count // _PERIOD))[:count].view(tensor.shape)
