@@ -7,8 +7,10 @@ state that another pipeline goes on from, with the cases of tests/runtime/mesh. 
 each stage and the rest of it, or single layers; tensor parallelism shards features, and in every second layer
 the sequence as well. Schemes without a flush are compared with two plain replicas. Experts are divided with
 and without FSDP, with a bias that balances them and micro-batches without samples; sequences are shared with
-gathered and with ring attention, uneven labels and padding. Differences of a loss, norm or weight above 1e-10
-(FSDP, tensor parallelism) or 1e-12 (experts, sequences) are reported. Prints a line a scheme.
+gathered and with ring attention, uneven labels and padding, whole and in slices; those with masks have
+windows, packed documents, padding and rotary embeddings, and are compared with plain torch. Differences of a
+loss, norm or weight above 1e-10 (FSDP, tensor parallelism) or 1e-12 (experts, sequences) are reported. Prints
+a line a scheme.
 """
 
 from __future__ import annotations
@@ -54,6 +56,28 @@ SPLIT: dict[str, Schedule] = {
     "dualpipe-v": schemes.dualpipe_v(2, 4),
     "chimera split": schemes.chimera(2, 2, split=True),
 }
+SIZE: dict[str, int] = {"stages": 2, "micro_batches": 2}
+FOLDED: dict[str, int] = {"workers": 2, "micro_batches": 2}
+SLICED: dict[str, Schedule] = {
+    "gpipe, 2 slices": schemes.gpipe(**SIZE, slices=2),
+    "dapple, 2 slices": schemes.dapple(**SIZE, slices=2),
+    "dapple, slices 3+5": schemes.dapple(**SIZE, slices=(3, 5)),
+    "dapple, 4 slices": schemes.dapple(**SIZE, slices=4),
+    "interleaved, 2 slices": schemes.interleaved(**FOLDED, slices=2),
+    "gems, 2 slices": schemes.gems(**SIZE, slices=2),
+    "chimera, 2 slices": schemes.chimera(**SIZE, slices=2),
+    "mixpipe, 2 slices": schemes.mixpipe(stages=2, micro_batches=4, slices=2),
+    "hanayo, 2 slices": schemes.hanayo(**FOLDED, slices=2),
+    "zb-h1, slices 1+2+1": schemes.zb_h1(**SIZE, slices=(1, 2, 1)),
+    "zb-h2, 2 slices": schemes.zb_h2(**SIZE, slices=2),
+    "zb-v, 2 slices": schemes.zb_v(**FOLDED, slices=2),
+    "zb-v-half, 2 slices": schemes.v_half(**FOLDED, slices=2),
+    "zb-v-min, 2 slices": schemes.v_min(**FOLDED, slices=2),
+    "zb-interleaved, 2 slices": schemes.interleaved_zb(**FOLDED, slices=2),
+    "dualpipe, 2 slices": schemes.dualpipe(stages=2, micro_batches=4, slices=2),
+    "dualpipe-v, 2 slices": schemes.dualpipe_v(workers=2, micro_batches=4, slices=2),
+    "chimera split, 2 slices": schemes.chimera(**SIZE, split=True, slices=2),
+}
 CONTINUOUS: dict[str, Schedule] = {
     "pipedream": schemes.pipedream(2),
     "pipedream-2bw": schemes.pipedream_2bw(2, 2),
@@ -76,11 +100,14 @@ def experts(parallelize: Any) -> Check:
     )
 
 
-def contexts(parallelize: Any, positions: int = 2) -> Check:
+def contexts(parallelize: Any) -> Check:
     """A check of a GPT whose sequences are shared."""
-    return lambda schedule, **options: context_cases.check(
-        schedule, parallelize, dims={"cp": positions}, **options
-    )
+    return lambda schedule, **options: context_cases.check(schedule, parallelize, **options)
+
+
+def masked_contexts(parallelize: Any) -> Check:
+    """A check of layers with masks whose sequences are shared."""
+    return lambda schedule, **options: context_cases.check_packed(schedule, parallelize, **options)
 
 
 HOW: dict[str, Check] = {
@@ -91,6 +118,8 @@ HOW: dict[str, Check] = {
     "experts and FSDP": experts(cf.ExpertParallel("ep", fully_shard="ep")),
     "contexts, gathered": contexts(cf.ContextParallel("cp")),
     "contexts, ring, FSDP": contexts(cf.ContextParallel("cp", ring=True, fully_shard="cp")),
+    "contexts, masks": masked_contexts(cf.ContextParallel("cp")),
+    "contexts, masks, ring": masked_contexts(cf.ContextParallel("cp", ring=True)),
 }
 OPTIONS: dict[str, dict[str, object]] = {
     "none": {"recompute": "none"},
@@ -103,14 +132,14 @@ OPTIONS: dict[str, dict[str, object]] = {
 
 def comparison(way: str, name: str, option: str) -> str:
     """Outcome of a scheme on a mesh with an option, in a word."""
-    options = OPTIONS[option]
+    options, schedules = OPTIONS[option], WHOLE | SPLIT | SLICED
     if option == "compiled":
         torch._dynamo.reset()  # what was compiled too often would run as it is
     try:
         if name in CONTINUOUS:
             cases.check_without_flush(CONTINUOUS[name], **options)
         else:
-            HOW[way](WHOLE.get(name) or SPLIT[name], **options)
+            HOW[way](schedules[name], **options)
     except AssertionError as error:
         return f"DIFFERS: {error}"
     return "same"
@@ -127,7 +156,7 @@ def options_of(way: str, name: str) -> list[str]:
 def work(ways: str, only: str) -> list[str]:
     """Compare, print a line a scheme on the first rank, and return the lines."""
     torch.set_num_threads(1)
-    lines = [f"{'how':<20} {'scheme':<26} seconds  with"]
+    lines = [f"{'how':<21} {'scheme':<26} seconds  with"]
     on_first = os.environ["RANK"] == "0"
     if on_first:
         print(lines[0])
@@ -135,10 +164,12 @@ def work(ways: str, only: str) -> list[str]:
         names = [*WHOLE] if way.startswith("FSDP") else [*WHOLE, *SPLIT]
         if way == "tensor parallelism":
             names += CONTINUOUS
+        if way.startswith("contexts"):
+            names += SLICED
         for name in (name for name in names if only in name):
             begin = time.perf_counter()
             outcomes = [f"{option} {comparison(way, name, option)}" for option in options_of(way, name)]
-            lines.append(f"{way:<20} {name:<26} {time.perf_counter() - begin:7.1f}  {', '.join(outcomes)}")
+            lines.append(f"{way:<21} {name:<26} {time.perf_counter() - begin:7.1f}  {', '.join(outcomes)}")
             if on_first:
                 print(lines[-1], flush=True)
     return lines

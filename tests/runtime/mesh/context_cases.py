@@ -23,6 +23,7 @@ from counterflow.schedule.ir import Schedule
 CASES = runpy.run_path(str(Path(__file__).with_name("cases.py")))
 mesh_of, page = (CASES[name] for name in ("mesh_of", "page"))
 EXPERTS = runpy.run_path(str(Path(__file__).with_name("expert_cases.py")))
+PACKED = runpy.run_path(str(Path(__file__).with_name("packed_layers.py")))
 D = torch.float64
 SEQUENCE, VOCABULARY = 16, 23
 close: Any = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
@@ -64,13 +65,13 @@ def batch(count: int) -> tuple[Tensor, Tensor]:
 
 
 def one_process(
-    steps: int, count: int, loss: Any, targets: Tensor, make: Any = layers
+    steps: int, loss: Any, inputs: Tensor, targets: Tensor, make: Any = layers
 ) -> tuple[list[Any], dict[str, Tensor]]:
-    model, (tokens, _) = nn.Sequential(*make()), batch(count)
+    model = nn.Sequential(*make())
     optimizer, result = adamw(model.parameters()), []
     for _ in range(steps):
         optimizer.zero_grad()
-        output = loss(model(tokens), targets)
+        output = loss(model(inputs), targets)
         value = output.sum / output.weight if isinstance(output, cf.LossSum) else output
         value.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -92,6 +93,7 @@ def check(
     steps: int = 2,
     loss: Any = counted,
     make: Any = layers,
+    reference: Any = None,
     **options: Any,
 ) -> None:
     """A pipeline over (replica, worker, cp) has the losses, norms and weights of one process."""
@@ -99,14 +101,15 @@ def check(
     mesh = mesh_of((replicas, schedule.workers, *dims.values()), ("replica", "worker", *dims))
     tokens, labels = batch(count)
     targets = tokens if loss is shifting else labels
-    expected, state = one_process(steps, count, loss, targets, make)
+    inputs = tokens if reference is None else PACKED["inputs_of"](tokens)
+    expected, state = one_process(steps, loss, inputs, targets, reference or make)
     pipeline = cf.Pipeline(
         make(), loss, schedule, optimizer=adamw, mesh=mesh, parallelize=parallelize,
         clip_norm=0.1, digest_every=1, **options,
     )  # fmt: skip
     data, context = pipeline.data, pipeline.context
     assert context.count == dims.get("cp", 1)
-    mine = [cf.share_sequence(t.chunk(data.count)[data.number], context) for t in (tokens, targets)]
+    mine = [cf.share_sequence(t.chunk(data.count)[data.number], context) for t in (inputs, targets)]
     for number in range(steps):
         evaluated = pipeline.evaluate(*mine).loss
         step = pipeline.step(*mine)
@@ -264,6 +267,18 @@ def expert_layers() -> list[nn.Module]:
     return made
 
 
+def tensor_parallel(stage: StageModule, mesh: DeviceMesh) -> None:
+    """Divide the feed-forwards."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    for layer in stage:
+        if isinstance(layer, GPTBlock):
+            plan: dict[str, Any] = {
+                "feed_forward.expand": ColwiseParallel(), "feed_forward.contract": RowwiseParallel(),
+            }  # fmt: skip
+            parallelize_module(layer, mesh["tp"], plan)
+
+
 def eight() -> None:
     """Two stages, experts over two positions, and sequences over two more, or tensor parallelism."""
 
@@ -272,14 +287,7 @@ def eight() -> None:
         cf.ExpertParallel("ep", fully_shard=("cp", "ep"))(stage, mesh)
 
     def tensors(stage: StageModule, mesh: DeviceMesh) -> None:
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-        for layer in stage:
-            if isinstance(layer, GPTBlock):
-                plan: dict[str, Any] = {
-                    "feed_forward.expand": ColwiseParallel(), "feed_forward.contract": RowwiseParallel(),
-                }  # fmt: skip
-                parallelize_module(layer, mesh["tp"], plan)
+        tensor_parallel(stage, mesh)
         cf.ExpertParallel("ep", fully_shard="ep")(stage, mesh)
 
     for schedule in (cf.schemes.dapple(2, 2), cf.schemes.zb_h1(2, 2)):
@@ -295,7 +303,7 @@ def local_shift(logits: Tensor, tokens: Tensor) -> cf.LossSum:
 def wrong_ways() -> None:
     """Shifting after sharing gives other numbers, which the comparison finds."""
     tokens, _ = batch(8)
-    expected, _ = one_process(1, 8, local_shift, tokens)
+    expected, _ = one_process(1, local_shift, tokens, tokens)
     mesh = mesh_of((1, 2, 2), ("replica", "worker", "cp"))
     for loss, is_right in ((local_shift, False), (shifting, True)):
         with cf.Pipeline(
@@ -348,3 +356,15 @@ def sliced() -> None:
     )
     check(schemes.chimera(stages=2, micro_batches=2, slices=2), parallel)
     check(schemes.gpipe(stages=1, micro_batches=2, slices=2), ring, dims={"cp": 4}, loss=shifting)
+    for schedule in (schemes.dapple(2, 2), schemes.zb_h1(stages=2, micro_batches=2, slices=(1, 1, 2))):
+        check_packed(schedule, parallel, recompute="layer")
+        check_packed(schedule, ring, loss=shifting)
+    slices = schemes.zb_h1(stages=2, micro_batches=2, slices=2)
+    check(slices, tensor_parallel, dims={"tp": 2})
+    check(slices, cf.ExpertParallel("ep", fully_shard="ep"), dims={"ep": 2}, make=expert_layers)
+
+
+def check_packed(schedule: Schedule, parallelize: Any, **options: Any) -> None:
+    """Windows, packed documents and padding of a user's layers, compared with plain torch."""
+    make = PACKED["layers"]
+    check(schedule, parallelize, make=make, reference=partial(make, plain=True), **options)
