@@ -95,7 +95,7 @@ def _attend_in_shares(
     assert carry.context is not None
     lengths, context = carry.context.share.lengths, carry.context.of_slice()
     parts: tuple[SavedKeys, ...] = carry.take_of_share(())
-    if carry.sliced:
+    if carry.sliced or len(lengths) == 1:
         parts = (*parts, _with_sequence_masks(context, SavedKeys(keys, values, *options[3:])))
         carry.leave_of_share(parts)
         return attend_share(context, queries, parts, options)

@@ -98,16 +98,16 @@ class _Gathering:
         slices = self._slices(shares)
         gradients = [torch.zeros_like(tensor) for tensor in slices]
         function(self._runs(slices, list(zip(gradients[::2], gradients[1::2], strict=True))))
-        numbers = range(self._share.count)
-        return [
-            sum_shares(
-                [share_sequence(tensor, Share(number, len(numbers)), 2) for number in numbers], self._group
-            )
-            for tensor in gradients
+        count = self._share.count
+        by_position = [
+            _flat([share_sequence(tensor, Share(number, count), 2) for tensor in gradients])
+            for number in range(count)
         ]
+        return _unflat(sum_shares(by_position, self._group), shares)
 
     def _slices(self, shares: Sequence[Tensor]) -> list[Tensor]:
-        return [join_sequence(gather_shares(share, self._group), 2) for share in shares]
+        by_position = [_unflat(flat, shares) for flat in gather_shares(_flat(shares), self._group)]
+        return [join_sequence(each, 2) for each in zip(*by_position, strict=True)]
 
     def _runs(self, slices: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -> Iterator[_Run]:
         for number, start in enumerate(self._starts):
@@ -156,13 +156,24 @@ class _Ring:
         number, count = self._share.number, self._share.count
         ranks = dist.get_process_group_ranks(self._group)
         after, before = ranks[(number + 1) % count], ranks[(number - 1) % count]
-        received = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
-        sends = [dist.P2POp(dist.isend, tensor.contiguous(), after, self._group) for tensor in tensors]
-        receives = [dist.P2POp(dist.irecv, tensor, before, self._group) for tensor in received]
-        # Gloo pairs messages by their order, so all positions post in one order.
-        for work in dist.batch_isend_irecv([*sends, *receives]):
+        flat = _flat(tensors)
+        received = torch.empty_like(flat)
+        send = dist.P2POp(dist.isend, flat, after, self._group)
+        receive = dist.P2POp(dist.irecv, received, before, self._group)
+        for work in dist.batch_isend_irecv([send, receive]):
             work.wait()
-        return received
+        return _unflat(received, tensors)
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors of one dtype as one message."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _unflat(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors of a message, in the shapes of others."""
+    parts = flat.split([tensor.numel() for tensor in like])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 
 
 class _Part(NamedTuple):

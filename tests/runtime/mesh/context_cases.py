@@ -332,6 +332,7 @@ def four() -> None:
         schemes.gpipe(1, 2), cf.ContextParallel("cp", fully_shard=("shard", "cp")), dims={"shard": 2, "cp": 2}
     )
     check(schemes.dapple(1, 2), parallel, replicas=2)
+    check(schemes.dapple(2, 2), parallel, replicas=2, dims={"cp": 1})
     wrong_ways()
     refuse()
     with pytest.MonkeyPatch.context() as patch:

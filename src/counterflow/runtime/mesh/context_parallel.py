@@ -50,6 +50,8 @@ class ContextParallel(MeshFunction):
     def __call__(self, stage: StageModule, mesh: DeviceMesh) -> None:
         """Share the sequences of a stage, and shard its weights if that was asked for.
 
+        One position has whole sequences.
+
         Args:
             stage: the stage.
             mesh: further dimensions of the mesh.
@@ -58,9 +60,10 @@ class ContextParallel(MeshFunction):
             ConfigError: the mesh has no such dimension.
         """
         part = self._part(mesh)
-        share = Share(part.get_local_rank(), part.size(), stage.lengths)
-        stage.context = Context(share, part.get_group(), ring=self.ring)
-        for module in stage.modules():
-            if isinstance(module, Carry):
-                module.context = stage.context
+        if part.size() > 1:
+            share = Share(part.get_local_rank(), part.size(), stage.lengths)
+            stage.context = Context(share, part.get_group(), ring=self.ring)
+            for module in stage.modules():
+                if isinstance(module, Carry):
+                    module.context = stage.context
         self._shard_weights(stage, mesh)
