@@ -198,7 +198,6 @@ class RunConfig(Section):
             return
         why = mesh.refusal(
             self.pipeline.transport,
-            slices=schedule.workload.slices,
             synchronous=schedule.synchronous,
             scheme=schedule.scheme,
         )

@@ -47,12 +47,11 @@ class MeshSection(Section):
         """Number of ranks that hold a stage together."""
         return self.dp_shard * self.cp * self.tp
 
-    def refusal(self, transport: str, *, slices: int, synchronous: bool, scheme: str) -> str | None:
+    def refusal(self, transport: str, *, synchronous: bool, scheme: str) -> str | None:
         """Reason to refuse these degrees with a schedule; None: they are accepted.
 
         Args:
             transport: name of the transport of a config.
-            slices: slices of a sequence.
             synchronous: True if the scheme has a flush.
             scheme: name of the scheme.
         """
@@ -63,8 +62,6 @@ class MeshSection(Section):
                 'pipeline.transport = "local": workers that are threads have no collectives, which [mesh] '
                 "needs; choose gloo or nccl"
             )
-        if slices > 1:
-            return f"[mesh]: {scheme} cuts sequences in {slices} slices, which sharded stages do not expect"
         if self.dp_shard * self.cp > 1 and not synchronous:
             return (
                 f"mesh.{'dp_shard' if self.dp_shard > 1 else 'cp'}: {scheme} keeps several versions of its "
