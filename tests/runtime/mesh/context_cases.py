@@ -360,9 +360,32 @@ def sliced() -> None:
     for schedule in (schemes.dapple(2, 2), schemes.zb_h1(stages=2, micro_batches=2, slices=(1, 1, 2))):
         check_packed(schedule, parallel, recompute="layer")
         check_packed(schedule, ring, loss=shifting)
+    saved()
     slices = schemes.zb_h1(stages=2, micro_batches=2, slices=2)
     check(slices, tensor_parallel, dims={"tp": 2})
     check(slices, cf.ExpertParallel("ep", fully_shard="ep"), dims={"ep": 2}, make=expert_layers)
+
+
+def saved() -> None:
+    """A position saves a share of what one process saves, however keys and values are exchanged."""
+
+    def peak(positions: int, slices: int, *, ring: bool = False) -> int:
+        mesh = mesh_of((2 // positions, 2, positions), ("replica", "worker", "cp"))
+        schedule = cf.schemes.dapple(stages=2, micro_batches=2, slices=slices)
+        with cf.Pipeline(
+            layers(), counted, schedule, optimizer=adamw, mesh=mesh,
+            parallelize=cf.ContextParallel("cp", ring=ring),
+        ) as pipeline:  # fmt: skip
+            data = pipeline.data
+            shares = [cf.share_sequence(t.chunk(data.count)[data.number], pipeline.context) for t in batch(8)]
+            pipeline.step(*(t[:4] for t in shares))
+            peaks: list[Any] = pipeline.transport.gather_objects(pipeline.peak_saved_bytes)
+            return max(peaks)
+
+    for slices in (1, 2):
+        whole, gathered_share, ring_share = peak(1, slices), peak(2, slices), peak(2, slices, ring=True)
+        assert gathered_share == ring_share
+        assert abs(2 * ring_share - whole) <= 64, (whole, ring_share)
 
 
 def check_packed(schedule: Schedule, parallelize: Any, **options: Any) -> None:
