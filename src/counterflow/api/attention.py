@@ -142,8 +142,8 @@ def attend_share(
     outputs = []
     for queries_of_chunk, chunk in zip(queries.chunk(2, 2), chunks_of(context.share), strict=True):
         bounds = [(0, chunk * length), (chunk * length, (chunk + 1) * length)]
-        own = [_rows(slices[-1], first, end) for first, end in bounds if first < end]
-        outputs.append(_attend_parts(queries_of_chunk, [*slices[:-1], *own], options))
+        parts_of_slice = [_rows(slices[-1], first, end) for first, end in bounds if first < end]
+        outputs.append(_attend_parts(queries_of_chunk, [*slices[:-1], *parts_of_slice], options))
     return torch.cat(outputs, 2)
 
 

@@ -101,7 +101,7 @@ def slices_of(tensor: Tensor, lengths: Sequence[int], dim: int, multiple: int) -
         multiple: number that divides the length of each slice.
     """
     rows = [rows_of_slice(part, lengths, tensor.shape[dim], multiple) for part in range(len(lengths))]
-    return [tensor.narrow(dim, each.start, each.stop - each.start) for each in rows]
+    return [tensor.narrow(dim, part.start, part.stop - part.start) for part in rows]
 
 
 def share_sequence(tensor: Tensor, share: Share, dim: int = 1) -> Tensor:
@@ -155,11 +155,11 @@ def join_sequence(shares: Sequence[Tensor], dim: int = 1, lengths: Sequence[int]
     """
     if len(shares) == 1:
         return shares[0]
-    whole: list[Tensor] = []
+    chunks: list[Tensor] = []
     for of_slice in zip(*(slices_of(share, lengths, dim, MULTIPLE) for share in shares), strict=True):
         halves = [share.chunk(2, dim) for share in of_slice]
-        whole += [head for head, _ in halves] + [tail for _, tail in reversed(halves)]
-    return torch.cat(whole, dim)
+        chunks += [head for head, _ in halves] + [tail for _, tail in reversed(halves)]
+    return torch.cat(chunks, dim)
 
 
 def chunks_of(share: Share) -> tuple[int, int]:

@@ -107,7 +107,7 @@ class _Gathering:
 
     def _slices(self, shares: Sequence[Tensor]) -> list[Tensor]:
         by_position = [_unflat(flat, shares) for flat in gather_shares(_flat(shares), self._group)]
-        return [join_sequence(each, 2) for each in zip(*by_position, strict=True)]
+        return [join_sequence(shares_of_tensor, 2) for shares_of_tensor in zip(*by_position, strict=True)]
 
     def _runs(self, slices: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -> Iterator[_Run]:
         for number, start in enumerate(self._starts):

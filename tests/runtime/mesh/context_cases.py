@@ -379,8 +379,8 @@ def saved() -> None:
             data = pipeline.data
             shares = [cf.share_sequence(t.chunk(data.count)[data.number], pipeline.context) for t in batch(8)]
             pipeline.step(*(t[:4] for t in shares))
-            peaks: list[Any] = pipeline.transport.gather_objects(pipeline.peak_saved_bytes)
-            return max(peaks)
+            peaks: Any = pipeline.transport.gather_objects(pipeline.peak_saved_bytes)
+            return int(max(peaks))
 
     for slices in (1, 2):
         whole, gathered_share, ring_share = peak(1, slices), peak(2, slices), peak(2, slices, ring=True)

@@ -279,7 +279,7 @@ def _join(slices: _Slices) -> Joined | None:
         positions = [
             positions_of(v, rows.samples) for v, rows in zip(slices.values, slices.rows, strict=True)
         ]
-        sizes = [each.length for each in positions if each is not None]
+        sizes = [item.length for item in positions if item is not None]
         if len(sizes) < len(positions):
             return None
     joined = join_parts(slices.values, sizes, slices.sequence)
