@@ -50,13 +50,16 @@ def test_losses_are_those_without_a_mesh(train: Train, tmp_path: Path, degrees: 
         (["mesh.tp=2", "train.fewer_after=9"], "train.fewer_after: plans of fewer workers have no"),
         (["mesh.dp_shard=2", "schedule.scheme=pipedream"], "keeps several versions of its weights"),
         (["mesh.tp=2", "schedule.scheme=pipedream"], "clips each stage by its own norm"),
-        (["mesh.cp=2", "schedule.scheme=dapple", "schedule.slices=2"], "cuts sequences in 2 slices"),
     ],
 )
 def test_what_a_mesh_cannot_have_is_refused(sets: list[str], words: str) -> None:
     with pytest.raises(ConfigError) as error:
         prepare(load_config(sets=["schedule.scheme=chimera", *sets]))
     assert words in str(error.value)
+
+
+def test_slices_of_shared_sequences_are_accepted() -> None:
+    prepare(load_config(sets=["mesh.cp=2", "schedule.scheme=dapple", "schedule.slices=2"]))
 
 
 def config_of(*sets: str) -> RunConfig:
