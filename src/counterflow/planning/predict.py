@@ -258,7 +258,7 @@ def _require_whole_updates(configuration: Configuration, schedule: Schedule) -> 
             "weights would meet other versions of them; choose a synchronous scheme"
         )
     if schedule.workload.slices > 1:
-        raise ConfigError(f"{configuration.degrees}: such stages take whole sequences; give slices=1")
+        raise ConfigError(f"{configuration.degrees}: plans with them have whole sequences; give slices=1")
 
 
 def _build(scheme: str, options_given: tuple[tuple[str, OptionValue], ...], *, far: bool) -> Schedule:

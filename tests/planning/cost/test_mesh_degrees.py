@@ -194,7 +194,7 @@ BY_TENSORS = replace(BLOCK, tensor_parallel=Division(weights=0.5))
         ({"experts": (2,)}, PROFILE, replace(MODEL, layers=("dense",) * 8), "has no experts; give a kind"),
         ({"contexts": (2,)}, PROFILE, TIED, "cp 2: layers share a weight with others, which no plan shards"),
         ({"contexts": (3,)}, PROFILE, MODEL, "cp 3: a worker has 3 devices"),
-        ({"contexts": (2,), "slices": (2,)}, PROFILE, MODEL, "slices=2: stages with cp 2 take whole"),
+        ({"contexts": (2,), "slices": (2,)}, PROFILE, MODEL, "slices=2: plans with cp 2 have whole"),
         ({"contexts": (2,), "zero_stages": (1,)}, PROFILE, MODEL, "cp 2: cannot be combined with zero_st"),
         (
             {"contexts": (2,)},
@@ -231,7 +231,7 @@ def test_asynchronous_schemes_and_slices_are_refused_and_omitted() -> None:
         predict(MODEL, PROFILE, CLUSTER, config)
     sliced = configured(2, 2, degrees)
     sliced = replace(sliced, options=(*sliced.options, ("slices", "1+1")))
-    with pytest.raises(ConfigError, match="cp 2: such stages take whole sequences; give slices=1"):
+    with pytest.raises(ConfigError, match="cp 2: plans with them have whole sequences; give slices=1"):
         predict(MODEL, replace(PROFILE, positions=64), CLUSTER, sliced)
     found = search(
         MODEL, PROFILE, CLUSTER, 8, Constraints(("dapple", "pipedream"), contexts=(2,), experts=(1,))

@@ -168,7 +168,7 @@ class Constraints:
         return replace(self, depths=(*legal[degrees], *of_none), zero_stages=stages)
 
     def slices_at(self, degrees: Degrees) -> tuple[int, ...] | None:
-        """Numbers of slices to try with some degrees; sharded stages take whole sequences.
+        """Numbers of slices to try with some degrees; plans with sharded weights have whole sequences.
 
         Raises:
             ConfigError: only slices are wanted, but weights are sharded.
@@ -177,7 +177,7 @@ class Constraints:
             return self.slices
         if self.slices is not None and 1 not in self.slices:
             raise ConfigError(
-                f"slices={self.slices[0]}: stages with {degrees} take whole sequences; give slices=1, or "
+                f"slices={self.slices[0]}: plans with {degrees} have whole sequences; give slices=1, or "
                 "omit one of them"
             )
         return (1,)
