@@ -16,8 +16,8 @@ from counterflow.planning.task import load_example
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.training.job import prepare
 from counterflow.training.load import load_config
-from counterflow.training.mesh import degrees_of, samples_of
 from counterflow.training.planned import planned_config
+from counterflow.training.stage_mesh import degrees_of, samples_of
 
 
 def held(path: str) -> tuple[dict[int, tuple[int, int]], float]:

@@ -13,11 +13,30 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
+from counterflow.program.pairs import ops_by_stage
 from counterflow.program.player import Floats
+from counterflow.schedule.ir import Op, Schedule
 from counterflow.schedule.modes import Recompute
 
 from .costs import Costs
 from .op_costs import Piece, per_stage
+
+
+def pair_nodes(schedule: Schedule, first: Sequence[int], ops: Sequence[Op]) -> list[list[list[int]]]:
+    """Nodes of both sides of each pair.
+
+    Args:
+        schedule: schedule with pairs.
+        first: first node of each worker.
+        ops: op of each node.
+    """
+    pairs = []
+    for start, places in zip(first, schedule.pairs, strict=False):
+        for begin, stop in places:
+            nodes = iter(range(start + begin, start + stop))
+            sides = ops_by_stage(tuple(ops[start + begin : start + stop]))
+            pairs.append([[next(nodes) for _ in side] for side in sides])
+    return pairs
 
 
 class Exchanging(NamedTuple):

@@ -19,7 +19,6 @@ import numpy as np
 
 from counterflow.errors import ConfigError
 from counterflow.program.lists import Messages, lists_of_ops, messages_of, refuse_stuck, spread
-from counterflow.program.pairs import ops_by_stage
 from counterflow.program.player import Floats, Ints, Lasting, ListArrays, Times, play
 from counterflow.program.sync import (
     GradientSync,
@@ -38,7 +37,7 @@ from .costs import Costs, Link, stage_bytes
 from .lanes import LaneLists, lane_lists
 from .memory import Changes
 from .op_costs import Piece, per_stage
-from .pair_times import exchanging, with_pairs_at_once
+from .pair_times import exchanging, pair_nodes, with_pairs_at_once
 from .sync_times import sync_times
 from .travel import travel_seconds
 
@@ -233,14 +232,7 @@ class TimedSchedule:
 
     @cached_property
     def _pairs(self) -> list[list[list[int]]]:
-        """Nodes of both sides of each pair."""
-        pairs = []
-        for first, ops in zip(self.first, self.schedule.pairs, strict=False):
-            for begin, stop in ops:
-                nodes = iter(range(first + begin, first + stop))
-                sides = ops_by_stage(tuple(self.ops[first + begin : first + stop]))
-                pairs.append([[next(nodes) for _ in side] for side in sides])
-        return pairs
+        return pair_nodes(self.schedule, self.first, self.ops)
 
     def changes(self, costs: Costs) -> Changes:
         """Changes of each worker's memory; ``costs.memory`` is set."""

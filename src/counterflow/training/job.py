@@ -33,12 +33,12 @@ from counterflow.schedule.ir import Schedule
 from counterflow.schedule.residency import weight_copies
 
 from .config import RunConfig
-from .mesh import degrees_of, rehearsal_of
 from .resuming import changes, check, starting_checkpoint, verify_start
 from .sections.keys import AUTO
 from .sections.schedule_section import SCHEME
 from .sections.training_section import OptimizerSection
 from .source import ModelAndData
+from .stage_mesh import degrees_of, rehearsal_of
 from .supervision.exclusive import Fence
 from .training_report import About
 from .transport_choice import with_transport, workers_here

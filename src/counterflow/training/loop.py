@@ -31,11 +31,11 @@ from .config import RunConfig
 from .folder import METRICS, RunFolder
 from .job import Job, prepare
 from .live import Live
-from .mesh import mesh_options, samples_of
 from .resuming import DATA, read, set_aside_after
 from .run_recorder import RunRecorder, Watch
 from .sections.keys import AUTO
 from .source import AVERAGED
+from .stage_mesh import mesh_options, samples_of
 from .supervision.events import run_of
 from .supervision.exclusive import Fence
 from .supervision.restarts import CopyTurns

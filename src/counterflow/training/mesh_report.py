@@ -11,7 +11,7 @@ from counterflow.common.json_models import Part, Result, describe
 
 from .config import RunConfig
 from .job import Job
-from .mesh import degrees_of
+from .stage_mesh import degrees_of
 from .training_report import WeightsShown
 
 

@@ -2,8 +2,7 @@
 
 Invariant: nothing else in Counterflow names them (``tests/common/test_torch_private.py``), except those that
 torch documents or passes to users: a tensor's ``_version``, and ``torch.utils._pytree``; and the dicts of a
-``nn.Module`` in ``models/``, which knows no room. A release of torch that moves one of these breaks here, and
-the comment says what to do then.
+``nn.Module`` in ``models/``, which knows no room. If torch moves one, its comment says what to do.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ _Tensor = TypeVar("_Tensor", bound=Tensor)
 
 __all__ = ["TorchDispatchMode", "is_traceable_wrapper_subclass"]
 
-# TorchDispatchMode: sees every operator; torch's notes on extending describe it. Without: no halves of
-# micro-batches for layers that draw random numbers, and no strict_nccl.
+# TorchDispatchMode sees every operator. Without: no halves of micro-batches that draw, and no strict_nccl.
 # is_traceable_wrapper_subclass: ``hasattr(tensor, "__tensor_flatten__")`` says the same.
 
 # -- functions that a supported version lacks
