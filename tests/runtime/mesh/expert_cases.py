@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
 import counterflow as cf
@@ -168,15 +169,22 @@ def resume() -> None:
 def wrong_ways() -> None:
     """The comparison with one process finds sums and norms that are wrong for experts."""
     sum_dims, counts = ParallelDims.sum_dims, ParallelDims.counts_in_norm
-    patches: list[tuple[str, Any]] = [
-        ("sum_dims", lambda dims, *_: frozenset(dims.samples)),  # experts mixed, or doubled
-        ("counts_in_norm", lambda dims, rank, holders, _weight: counts(dims, rank, holders, WeightDims())),
+    experts = cf.ExpertParallel("ep")
+    patches: list[tuple[type, str, Any, Any]] = [
+        (ParallelDims, "sum_dims", lambda dims, *_: frozenset(dims.samples), experts),  # experts are mixed
+        (
+            *(ParallelDims, "counts_in_norm"),  # the norm is a position's own
+            lambda dims, rank, holders, _weight: counts(dims, rank, holders, WeightDims()),
+            experts,
+        ),
+        # fully_shard takes means, so that gradients of experts are twice those of other weights
+        (FSDPModule, "set_gradient_divide_factor", lambda *_: None, fully_sharded),
     ]
-    for name, wrong in patches:
+    for owner, name, wrong, parallelize in patches:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ParallelDims, name, wrong)
+            patch.setattr(owner, name, wrong)
             with pytest.raises((AssertionError, cf.CounterflowError)):
-                check(cf.schemes.dapple(2, 3), cf.ExpertParallel("ep"), steps=2)
+                check(cf.schemes.dapple(2, 3), parallelize, steps=2)
     assert ParallelDims.sum_dims is sum_dims
 
 
