@@ -80,6 +80,45 @@ def check(
     return pipeline
 
 
+class Routed(nn.Module):
+    """A layer whose router has another dtype, as in DeepSeek-V3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, dtype=torch.float64)
+        self.router = nn.Linear(8, 8, bias=False, dtype=torch.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = x + self.linear(x) * self.router(x.float()).sigmoid()
+        return output
+
+
+def dtypes() -> None:
+    """Weights of two dtypes in a layer are sharded by themselves."""
+
+    def made() -> list[nn.Module]:
+        torch.manual_seed(0)
+        return [Routed() for _ in range(4)]
+
+    inputs = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    model = nn.Sequential(*made())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pipeline = cf.Pipeline(
+        made(),
+        nn.functional.mse_loss,
+        cf.schemes.dapple(2, 4),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        **cf.MeshDegrees(dp_shard=2).options(1, 2),
+    )
+    part = inputs.chunk(2)[pipeline.data.number]
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs), inputs.flip(1))
+        loss.backward()
+        optimizer.step()
+        assert abs(pipeline.step(part, part.flip(1)).loss - loss.item()) < 1e-7
+
+
 def four() -> str:
     """The table of the last case, on which its ranks agree."""
     tensors = cf.MeshDegrees(tp=2)
@@ -87,6 +126,7 @@ def four() -> str:
         check("gpt", schedule, tensors)
     check("gpt", SCHEDULES[0], tensors, recompute="layer")
     check("bert", SCHEDULES[0], tensors)
+    dtypes()
     stage = cf.schemes.dapple(1, 4)
     for degrees in (
         cf.MeshDegrees(dp_shard=2, tp=2),

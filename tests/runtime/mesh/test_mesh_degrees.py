@@ -11,6 +11,7 @@ from torch import nn
 
 import counterflow as cf
 from counterflow.models.gpt import GPTConfig
+from counterflow.runtime.mesh.mesh_function import _modules_of_rare_dtypes
 
 SIZES = (1, 2, 3, 4, 6)
 
@@ -61,3 +62,13 @@ def test_models_that_are_not_divided_are_refused() -> None:
     experts.up = nn.Parameter(torch.zeros(3, 2, 2))
     with pytest.raises(cf.ConfigError, match="layer 0: 3 experts of Module cannot be divided among 2"):
         cf.MeshDegrees(dp_shard=2, ep=2).refuse_undivided([experts])
+
+
+def test_a_module_with_weights_of_two_dtypes_is_refused() -> None:
+    layer = nn.Linear(2, 2)
+    layer.bias = nn.Parameter(layer.bias.detach().double())
+    with pytest.raises(
+        cf.ConfigError, match=r"inner \(Linear\) has weights of torch.float32 and torch.float64"
+    ):
+        _modules_of_rare_dtypes(nn.ModuleDict({"inner": layer}))
+    assert _modules_of_rare_dtypes(nn.Linear(2, 2)) == []

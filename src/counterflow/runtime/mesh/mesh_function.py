@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
+import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from counterflow.common.tensors.torch_private import flattened
@@ -79,9 +82,39 @@ def shard_weights(stage: StageModule, mesh: DeviceMesh, dims: tuple[str, ...], *
         mesh: further dimensions of the mesh.
         dims: names of the dimensions over which weights are sharded.
         options: arguments of ``fully_shard``.
+
+    Raises:
+        ConfigError: a module has trained weights of several dtypes.
     """
     from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - see dtensors.py
 
     shard_mesh = flattened(mesh, dims)
-    for module in (*stage, stage):
-        fully_shard(module, mesh=shard_mesh, **options)
+    for layer in stage:
+        for module in (*_modules_of_rare_dtypes(layer), layer):
+            fully_shard(module, mesh=shard_mesh, **options)
+    fully_shard(stage, mesh=shard_mesh, **options)
+
+
+def _modules_of_rare_dtypes(layer: nn.Module) -> list[nn.Module]:
+    """Modules whose trained weights are not of the layer's usual dtype, as a router in float32.
+
+    ``fully_shard`` gathers weights of one dtype together.
+
+    Raises:
+        ConfigError: a module has trained weights of several dtypes.
+    """
+    numbers = Counter[torch.dtype]()
+    for parameter in layer.parameters():
+        numbers[parameter.dtype] += parameter.numel() if parameter.requires_grad else 0
+    modules = []
+    for name, module in layer.named_modules() if len(numbers) > 1 else ():
+        dtypes = {weight.dtype for weight in module.parameters(recurse=False) if weight.requires_grad}
+        if len(dtypes) > 1:
+            kinds = " and ".join(sorted(map(str, dtypes)))
+            raise ConfigError(
+                f"{name or 'a layer'} ({type(module).__name__}) has weights of {kinds}, and fully_shard "
+                "gathers weights of one dtype together; make them one dtype, or modules of their own"
+            )
+        if dtypes and dtypes != {max(numbers, key=numbers.__getitem__)}:
+            modules.append(module)
+    return [] if modules == [layer] else modules
