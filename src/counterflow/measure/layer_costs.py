@@ -1,6 +1,6 @@
 """Costs of layers as the planner's profile: by kinds of layers, at each size of micro-batches.
 
-Layers of times class with weights of the same shapes are times kind; its numbers are the medians over them.
+Layers of one class whose weights have the same shapes are of one kind; its numbers are the medians over them.
 """
 
 from __future__ import annotations
