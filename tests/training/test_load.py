@@ -155,7 +155,7 @@ def test_workers_beside_a_schedule_file(write: Write) -> None:
         (
             "[trian]\nsteps = 1",
             "run.toml: unknown section 'trian'; did you mean train? "
-            "Sections: model, data, lora, schedule, pipeline, optimizer, train",
+            "Sections: model, data, lora, schedule, pipeline, mesh, optimizer, train",
         ),
         ("steps = 1", "run.toml: unknown section 'steps'; did you mean train.steps? Sections: "),
         ("train = 1", "run.toml: train = 1: must be a section; write [train], and its keys below"),

@@ -165,7 +165,7 @@ class Output(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention of a sample's positions. Tensor parallelism divides its heads.
+    """Multi-head self-attention of a sample's positions.
 
     Args:
         hidden: width of a position's vector, a multiple of ``heads``.
@@ -174,13 +174,6 @@ class SelfAttention(nn.Module):
         causal: whether a position sees only itself and those before it.
         deviations: standard deviations of fresh weights, and of those of the output projection.
     """
-
-    tensor_parallel_plan: ClassVar = {
-        "queries": "colwise",
-        "keys": "colwise",
-        "values": "colwise",
-        "output": "rowwise",
-    }
 
     def __init__(
         self,
@@ -192,13 +185,11 @@ class SelfAttention(nn.Module):
         deviations: tuple[float, float] = (INITIAL_DEVIATION, INITIAL_DEVIATION),
     ) -> None:
         super().__init__()
-        self.head_dim = hidden // heads
+        self.heads = heads
         self.dropout = dropout
         self.causal = causal
         self.carry = Carry() if causal else None
-        self.queries = Projection(hidden, hidden, deviations[0])
-        self.keys = Projection(hidden, hidden, deviations[0])
-        self.values = Projection(hidden, hidden, deviations[0])
+        self.queries_keys_values = Projection(hidden, 3 * hidden, deviations[0])
         self.output = Projection(hidden, hidden, deviations[1])
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -208,11 +199,11 @@ class SelfAttention(nn.Module):
             hidden: [samples, positions, hidden].
             mask: bool, [samples, positions], True for positions that may be seen; None: all.
         """
-        # With tensor parallelism a projection has a part of the heads.
-        queries, keys, values = (
-            projection(hidden).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
-            for projection in (self.queries, self.keys, self.values)
+        samples, positions, width = hidden.shape
+        stacked = self.queries_keys_values(hidden).view(
+            samples, positions, 3, self.heads, width // self.heads
         )
+        queries, keys, values = stacked.permute(2, 0, 3, 1, 4).unbind(0)
         dropout = self.dropout if self.training else 0.0
         if self.carry is not None and mask is None:
             mixed = attend(self.carry, queries, keys, values, dropout=dropout)
@@ -221,7 +212,7 @@ class SelfAttention(nn.Module):
             mixed = functional.scaled_dot_product_attention(
                 queries, keys, values, seen, dropout, is_causal=self.causal
             )
-        output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        output: Tensor = self.output(mixed.transpose(1, 2).reshape(samples, positions, width))
         return output
 
 

@@ -50,8 +50,8 @@ def test_degrees_below_one_are_refused() -> None:
 def test_models_that_are_not_divided_are_refused() -> None:
     with torch.device("meta"):
         layers = GPTConfig(layers=1, hidden=12, heads=3, vocabulary=8, positions=8).build()
-    with pytest.raises(cf.ConfigError, match=r"layer 1: attention .*: 3 heads of queries cannot be divided"):
-        cf.MeshDegrees(tp=2).refuse_undivided(layers)
+    with pytest.raises(cf.ConfigError, match=r"layer 1: feed_forward .*: 48 features of expand cannot"):
+        cf.MeshDegrees(tp=5).refuse_undivided(layers)
     cf.MeshDegrees(tp=3).refuse_undivided(layers)
     with pytest.raises(cf.ConfigError, match="no module of the model says how tensor parallelism divides"):
         cf.MeshDegrees(tp=2).refuse_undivided([nn.Linear(2, 2)])
