@@ -125,6 +125,8 @@ LEGAL: dict[str, Any] = {
     "alpha": 1.0,
     "dropout": 0.1,
     "targets": ["a"],
+    "experts": 4,
+    "experts_per_token": 2,
 }
 """A value of each key that only some source has."""
 
