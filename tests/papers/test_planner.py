@@ -43,7 +43,19 @@ def test_shapes_have_the_parameters_of_the_models(name: str) -> None:
     assert shapes.SHAPES[name].layers == shape.blocks
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+MEASURED = "gpt-moe"
+"""The example that is no paper's: a small model, measured by ``counterflow profile``."""
+
+OF_PAPERS = [name for name in EXAMPLES if name != MEASURED]
+
+
+def test_the_measured_example_says_where_its_numbers_come_from() -> None:
+    task = load_example(MEASURED)
+    assert task.profile.sources["layers"].startswith("measured")
+    assert task.cluster.sources
+
+
+@pytest.mark.parametrize("name", OF_PAPERS)
 def test_every_example_says_where_its_numbers_come_from(name: str) -> None:
     task = load_example(name)
     assert task.model.name in SHAPES or task.model.name in resnexts.BLOCKS
@@ -142,7 +154,7 @@ SOURCES = {
 }
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", OF_PAPERS)
 def test_the_examples_are_what_the_formulas_say(name: str) -> None:
     """Layers on the papers' devices, by what was measured of one block."""
     task = load_example(name)
