@@ -76,12 +76,15 @@ class Job:
         """True if all updates were made before, so only the end of the run is left."""
         return self.first_step >= self.config.train.steps
 
-    def least_bytes(self) -> tuple[int, ...]:
+    def least_bytes(self, rehearsal: Rehearsal | None = None) -> tuple[int, ...]:
         """Bytes of each worker's weights in all versions, gradients and optimiser state, on its first rank.
 
         Activations, which depend on the model's code, come on top.
+
+        Args:
+            rehearsal: the division of the weights, if the caller has it already.
         """
-        rehearsal = self.rehearsal()
+        rehearsal = rehearsal or self.rehearsal()
         if rehearsal is not None:
             weights = [stage.weights for stage in rehearsal.stages]
             gradients = [stage.gradients for stage in rehearsal.stages]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..options.flags import JsonFlag, schemes_from
+from ..options.flags import ConfigArgument, JsonFlag, SchemeOption, WorkersOption
 from ..output.console import WIDE, console, note, print_json, table_of
 from ..output.visible import echo
 
@@ -16,10 +15,7 @@ _MOST_RANKS = 64
 
 
 def mesh(
-    config: Annotated[
-        Path | None,
-        typer.Argument(metavar="CONFIG.toml", help="Config of the training. Default: the built-in example."),
-    ] = None,
+    config: ConfigArgument = None,
     *,
     sets: Annotated[
         list[str] | None,
@@ -29,13 +25,8 @@ def mesh(
             help="Change a key, such as mesh.tp=2; may be repeated. counterflow train --keys lists them.",
         ),
     ] = None,
-    workers: Annotated[int | None, typer.Option(help="Workers of one pipeline group.")] = None,
-    scheme: Annotated[
-        str | None,
-        typer.Option(
-            help="Name of the scheme; 'counterflow schemes' lists them.", autocompletion=schemes_from
-        ),
-    ] = None,
+    workers: WorkersOption = None,
+    scheme: SchemeOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Show which rank does what: its replica, worker and place in the stage, its samples, and the weights.

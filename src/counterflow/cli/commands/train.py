@@ -11,7 +11,7 @@ import typer
 
 from counterflow.errors import WorkerError
 
-from ..options.flags import ENDS_PROCESS, JsonFlag, schemes_from
+from ..options.flags import ENDS_PROCESS, ConfigArgument, JsonFlag, SchemeOption, WorkersOption
 from ..output.console import WIDE, Row, byte_size, console, merge_equal_rows, note, print_json, table_of
 from ..output.visible import echo
 
@@ -26,10 +26,7 @@ _SLOWER = 0.1
 
 def train(
     ctx: typer.Context,
-    config: Annotated[
-        Path | None,
-        typer.Argument(metavar="CONFIG.toml", help="Config of the training. Default: the built-in example."),
-    ] = None,
+    config: ConfigArgument = None,
     *,
     sets: Annotated[
         list[str] | None,
@@ -39,13 +36,8 @@ def train(
             help="Change a key; may be repeated. --keys lists them.",
         ),
     ] = None,
-    workers: Annotated[int | None, typer.Option(help="Workers of one pipeline group.")] = None,
-    scheme: Annotated[
-        str | None,
-        typer.Option(
-            help="Name of the scheme; 'counterflow schemes' lists them.", autocompletion=schemes_from
-        ),
-    ] = None,
+    workers: WorkersOption = None,
+    scheme: SchemeOption = None,
     steps: Annotated[int | None, typer.Option(help="Number of updates.")] = None,
     max_restarts: Annotated[
         int,
@@ -156,7 +148,7 @@ def _prepare(config: RunConfig, *, as_json: bool) -> None:
         return
     rehearsal = job.rehearsal()
     folder = RunFolder.tried(job.config, job.start.path if job.start is not None else None)
-    least = job.least_bytes()
+    least = job.least_bytes(rehearsal)
     if as_json:
         rows = rehearsal.table.rows if rehearsal is not None else ()
         print_json(prepared(job.about, folder, least, [asdict(row) for row in rows]))

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, get_type_hints
 
 import typer
@@ -40,6 +41,19 @@ JsonFlag = Annotated[
 def schemes_from(begun: str) -> list[str]:
     """Names of schemes with this beginning, for completion in a shell."""
     return [name for name in registry.SCHEMES if name.startswith(begun)]
+
+
+ConfigArgument = Annotated[
+    Path | None,
+    typer.Argument(metavar="CONFIG.toml", help="Config of the training. Default: the built-in example."),
+]
+
+WorkersOption = Annotated[int | None, typer.Option(help="Workers of one pipeline group.")]
+
+SchemeOption = Annotated[
+    str | None,
+    typer.Option(help="Name of the scheme; 'counterflow schemes' lists them.", autocompletion=schemes_from),
+]
 
 
 SubjectArgument = Annotated[
