@@ -196,7 +196,7 @@ class TitanNames:
         spelled = {self._current(name): name for name in titan}
         biases = {current: name for current, name in spelled.items() if self._lacks(current)}
         forms: dict[str, TitanForm] = {}
-        for current in spelled.keys() - biases.keys():
+        for current in sorted(spelled.keys() - biases.keys()):
             name = self._name_of(current)
             if name is None:
                 raise ConfigError(f"{place}: no model of type {self.kind!r} has {spelled[current]}")
