@@ -13,6 +13,8 @@ import pytest
 from hatchling.build import build_sdist, build_wheel
 
 ROOT = Path(__file__).parents[2]
+DATA = (".css", ".html", ".js", ".py", ".toml", ".typed")
+"""Suffixes of the package's files."""
 
 
 def test_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,5 +67,8 @@ def test_the_sdist_has_what_a_wheel_and_the_tests_need(
     with tarfile.open(tmp_path / build_sdist(str(tmp_path))) as file:
         names = {name.partition("/")[2] for name in file.getnames()}
     needed = {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "src/counterflow/drawing/page.html"}
+    needed |= {"CITATION.cff", "CONTRIBUTING.md", "Makefile", "constraints.txt", "mkdocs.yml", ".ci/release"}
+    package = (path for path in (ROOT / "src").rglob("*") if path.suffix in DATA)
+    needed |= {str(path.relative_to(ROOT)) for path in package}
     assert needed | {"examples/gpt.toml", "docs/planning.md", "tests/examples/test_wheel.py"} <= names
     assert not any("__pycache__" in name or name.startswith((".venv", "runs")) for name in names)
