@@ -264,7 +264,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     markdown = LIVE.sub(_with_live_picture, markdown)
     if page.file.src_uri in FROM_THE_ROOT:
         markdown = re.sub(r"\]\((?:docs/)", "](", markdown)
-    return re.sub(r"\[([^\]]+)\]\(((?:\.\./)?(?:benchmarks|examples|src|tests)/[^)]*)\)", r"`\2`", markdown)
+    return re.sub(r"\[([^\]]+)\]\(((?:\.\./)*(?:benchmarks|examples|src|tests)/[^)]*)\)", r"`\2`", markdown)
 
 
 _LOADED = re.compile(

@@ -8,7 +8,6 @@ import json
 import re
 import runpy
 import shlex
-from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -282,48 +281,6 @@ def test_planning(tmp_path: Path) -> None:
     assert [ends[worker + 1] - ends[worker] for worker in slow] == [1, 1]  # of others' 2 and more
 
 
-def test_the_papers_figures_are_the_kept_results() -> None:
-    """Each row and each cause of the page is a kept one, and none is missing."""
-    kept = json.loads((DOCS.parent / "benchmarks" / "results" / "reproduce.json").read_text())
-    page = (DOCS / "reproducing.md").read_text()
-    assert kept["summary"] in page
-    rows = []
-    for name, lines in kept["figures"].items():
-        figure = name.partition("-")[2]
-        for line in lines:
-            verdict = "hit" if line["verdict"] == "hit" else f"**{line['verdict']}**"
-            verdict += " (fit)" if line["use"] == "fit" else ""
-            cells = [line[key] for key in ("quantity", "runs", "published", "predicted", "difference")]
-            rows.append("| " + " | ".join([figure, *cells, verdict]) + " |")
-            assert not line["cause"] or f": {line['cause']}." in page
-    tables = page[page.index("<!-- rows of chimera -->") : page.index("<!-- end of wpipe -->")]
-    shown = [line for line in tables.splitlines() if re.match(r"\| (fig|table|conv|fits)(?!ure \|)", line)]
-    assert shown == rows
-
-
-def test_each_statement_of_the_papers_has_a_test_that_exists() -> None:
-    """130 statements, counted by verdict at the head of the page."""
-    root, text = DOCS.parent, (DOCS / "papers-statements.md").read_text()
-    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if re.match(r"\| \d+ \|", line)]
-    assert [int(row[0]) for row in rows] == list(range(1, 131))
-    tests = {
-        name
-        for path in (root / "tests").rglob("test_*.py")
-        for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
-    }
-    verdicts: Counter[str] = Counter()
-    for *_, test, verdict in rows:
-        place = test.strip("`")
-        folder = root if "/" in place else root / "tests" / "papers"
-        assert place in tests or (folder / place).exists(), place
-        kind, _, reason = verdict.partition(": ")
-        assert kind == "met" or (kind in ("deviation", "partly") and reason)
-        verdicts[kind] += 1
-    words = " ".join(text.split())
-    assert f"{verdicts['met']} are met, {verdicts['deviation']} are met with a documented deviation" in words
-    assert f"{verdicts['partly']} partly" in words
-
-
 def test_your_own_scheme() -> None:
     (program,) = blocks("your-own-scheme.md", "python")
     scope: dict[str, Any] = {}
@@ -380,27 +337,6 @@ def test_computed_orders(
     assert row.split()[6:10] == ["200", "200", "200", "proved"]
     assert "makespan     200 s" in proved
     assert "gap          none" in proved
-
-
-def test_supported_models_names_tests_and_quotes_refusals() -> None:
-    page = (DOCS / "supported-models.md").read_text()
-    tests = DOCS.parent / "tests" / "runtime"
-    named = re.findall(r"`([\w/.]+\.py)::(\w+)`", page)
-    tables = re.findall(r"^\| what \| how \| tests \|\n\|[-|]+\n((?:\| .*\n)+)", page, re.MULTILINE)
-    rows = [row for table in tables for row in table.splitlines()]
-    assert len(rows) > 80
-    assert all("::" in row for row in rows)
-    for file, name in named:
-        assert f"def {name}(" in (tests / file).read_text(), f"{file} has no {name}"
-    page += re.sub(
-        r"^```.*?^```", "", (DOCS / "more-dimensions.md").read_text(), flags=re.DOTALL | re.MULTILINE
-    )
-    sources = "\n".join(path.read_text() for path in (DOCS.parent / "src").rglob("*.py"))
-    said = re.sub(r"\"\s*\n\s*f?\"", "", sources)  # texts that go over several lines
-    quotes = re.findall(r'"([^"]+)"', re.sub(r"`[^`]*`", "", page))
-    assert len(quotes) > 10
-    for quote in quotes:
-        assert quote in said, f"nothing is refused with: {quote}"
 
 
 def test_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from counterflow.common.json_models import meanings
 from counterflow.simulation.result import Bubbles, MessageSpan
 from counterflow.training.training_report import Trained
 
-PAGE = Path(__file__).parents[3] / "docs" / "json.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "json.md"
 
 
 def test_the_page_has_every_key_with_its_meaning() -> None:

@@ -1,5 +1,6 @@
-"""Output of ``--json``: one model per command, each next to the records it reads; ``docs/json.md`` is made
-from them.
+"""Output of ``--json``: one model per command, each next to the records it reads.
+
+``docs/reference/json.md`` is made from them.
 
 Invariant: a command prints the keys of its model and nothing else; ``format`` changes when a key is removed
 or changes its meaning. Keys of seconds end in ``_seconds``, keys of bytes in ``_bytes``; simulated times are
@@ -34,5 +35,5 @@ COMMANDS: tuple[type[Result], ...] = (
 
 
 def page_sections() -> list[str]:
-    """The tables of ``docs/json.md``, one per model or record: each key and its meaning."""
+    """The tables of ``docs/reference/json.md``, one per model or record: each key and its meaning."""
     return list(sections(*COMMANDS).values())
