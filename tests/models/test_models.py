@@ -210,7 +210,7 @@ def test_fresh_weights_have_their_deviation() -> None:
     embedding, block, *_, head = config.build()
     for layer, name, deviation in [
         (embedding, "tokens.weight", 0.05),
-        (block, "attention.queries_keys_values.weight", 0.05),
+        (block, "attention.projection.weight", 0.05),
         (block, "attention.output.weight", 0.05 / 4),
         (block, "feed_forward.contract.weight", 0.05 / 4),
         (head, "output.weight", 0.05),

@@ -165,7 +165,10 @@ class Output(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention of a sample's positions.
+    """Multi-head self-attention of a sample's positions. Tensor parallelism divides its heads.
+
+    Rows of ``projection`` are grouped by head, its query, key and value in turn (as in Megatron-LM),
+    so a contiguous part of the rows can be whole heads.
 
     Args:
         hidden: width of a position's vector, a multiple of ``heads``.
@@ -174,6 +177,8 @@ class SelfAttention(nn.Module):
         causal: whether a position sees only itself and those before it.
         deviations: standard deviations of fresh weights, and of those of the output projection.
     """
+
+    tensor_parallel_plan: ClassVar = {"output": "rowwise", "projection": "colwise"}
 
     def __init__(
         self,
@@ -185,11 +190,11 @@ class SelfAttention(nn.Module):
         deviations: tuple[float, float] = (INITIAL_DEVIATION, INITIAL_DEVIATION),
     ) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_dim = hidden // heads
         self.dropout = dropout
         self.causal = causal
         self.carry = Carry() if causal else None
-        self.queries_keys_values = Projection(hidden, 3 * hidden, deviations[0])
+        self.projection = Projection(hidden, 3 * hidden, deviations[0])
         self.output = Projection(hidden, hidden, deviations[1])
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -199,11 +204,9 @@ class SelfAttention(nn.Module):
             hidden: [samples, positions, hidden].
             mask: bool, [samples, positions], True for positions that may be seen; None: all.
         """
-        samples, positions, width = hidden.shape
-        stacked = self.queries_keys_values(hidden).view(
-            samples, positions, 3, self.heads, width // self.heads
-        )
-        queries, keys, values = stacked.permute(2, 0, 3, 1, 4).unbind(0)
+        # With tensor parallelism a position has a part of the heads.
+        stacked = self.projection(hidden).unflatten(2, (-1, 3, self.head_dim))
+        queries, keys, values = stacked.permute(3, 0, 2, 1, 4).unbind(0)
         dropout = self.dropout if self.training else 0.0
         if self.carry is not None and mask is None:
             mixed = attend(self.carry, queries, keys, values, dropout=dropout)
@@ -212,7 +215,7 @@ class SelfAttention(nn.Module):
             mixed = functional.scaled_dot_product_attention(
                 queries, keys, values, seen, dropout, is_causal=self.causal
             )
-        output: Tensor = self.output(mixed.transpose(1, 2).reshape(samples, positions, width))
+        output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return output
 
 
