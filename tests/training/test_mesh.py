@@ -41,7 +41,7 @@ def test_losses_are_those_without_a_mesh(train: Train, tmp_path: Path, degrees: 
     [
         (["mesh.ep=2"], "mesh.ep = 2: must divide mesh.dp_shard"),
         (["mesh.dp_shard=2", "mesh.ep=2"], "ep = 2: the model has no experts that can be divided"),
-        (["mesh.tp=3"], "256 features of expand cannot be divided among 3 positions"),
+        (["mesh.tp=3"], "4 heads of output cannot be divided among 3 positions"),
         (["mesh.cp=3"], "give a multiple of 6"),
         (["mesh.cp=2", "model.kind=bert"], "bert attends in both directions"),
         (["mesh.tp=2", "pipeline.transport=local"], "workers that are threads have no collectives"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch import Tensor
 
 import counterflow as cf
 from counterflow.common import toml
+from counterflow.planning.inputs.layer_parts import Division
+from counterflow.planning.inputs.profile import Profile
 from counterflow.planning.search.constraints import Constraints
 from counterflow.planning.search.search import search
 from counterflow.planning.task import load_example
@@ -44,6 +47,16 @@ def local_bytes(tensor: Any) -> int:
     return local.nbytes
 
 
+def with_attention_divided(profile: Profile) -> Profile:
+    """A profile whose blocks have a table for tensor parallelism: the attention of 4 heads in 32 features."""
+    block = profile.layers["gpt-block"]
+    projection, output = 32 * 96 + 96, 32 * 32
+    share = 4 * (projection + output) / block.weights_bytes
+    sums = {"forward_sums": 1, "backward_sums": 1}
+    divided = replace(block, tensor_parallel=Division(weights=share, parts=4, **sums))
+    return replace(profile, layers={**profile.layers, "gpt-block": divided})
+
+
 @pytest.fixture(scope="module")
 def loss_of_one_process(tmp_path_factory: pytest.TempPathFactory) -> float:
     """Loss of the same model and samples on one process."""
@@ -62,6 +75,13 @@ def loss_of_one_process(tmp_path_factory: pytest.TempPathFactory) -> float:
         ({"experts": (2,), "depths": (2,)}, {"dp_shard": 2, "ep": 2}),
         ({"experts": (2,), "contexts": (2,), "depths": (2,)}, {"cp": 2, "ep": 2}),
         ({"experts": (2,), "shards": (4,), "depths": (1,)}, {"dp_shard": 4, "ep": 2}),
+        ({"tensor_parallel": (2,), "depths": (2,)}, {"tp": 2}),
+        ({"tensor_parallel": (2,), "experts": (2,), "depths": (2,)}, {"tp": 2, "ep": 2}),
+        (
+            {"tensor_parallel": (2,), "experts": (2,), "shards": (2,), "depths": (1,)},
+            {"dp_shard": 2, "tp": 2, "ep": 2},
+        ),
+        ({"tensor_parallel": (2,), "experts": (4,), "depths": (1,)}, {"dp_shard": 2, "tp": 2, "ep": 4}),
     ],
 )
 def test_ranks_hold_what_was_predicted(
@@ -69,9 +89,10 @@ def test_ranks_hold_what_was_predicted(
 ) -> None:
     task = load_example("gpt-moe")
     constraints = Constraints(("dapple",), samples=(2,), **limits)  # type: ignore[arg-type]
-    result = search(task.model, task.profile, task.cluster, task.mini_batch, constraints, count=1)
+    profile = with_attention_divided(task.profile)
+    result = search(task.model, profile, task.cluster, task.mini_batch, constraints, count=1)
     play = result.best[0].play
-    config = planned_config(task.model, task.profile, task.cluster, play.prediction())
+    config = planned_config(task.model, profile, task.cluster, play.prediction())
     table = {name: size for name, size in config.mesh.values().items() if name != "ring" and size > 1}
     assert table == mesh == play.configuration.degrees.by_name
     assert config.processes == 4
@@ -83,7 +104,7 @@ def test_ranks_hold_what_was_predicted(
         worker = rank // positions
         assert {*stages} == {stage for _, stage in play.schedule.placement.stages_on(worker)}
         for stage, (weights, states) in stages.items():
-            assert weights == play.stages.weights[stage]
-            assert states == play.stages.optimizer[stage]
+            assert weights == pytest.approx(play.stages.weights[stage], rel=1e-12)
+            assert states == pytest.approx(play.stages.optimizer[stage], rel=1e-12)
         assert loss == pytest.approx(ranks[0][1])
     assert ranks[0][1] == pytest.approx(loss_of_one_process, rel=1e-6)

@@ -9,6 +9,9 @@ The group of the exchange is read from a weight of the experts: a ``DTensor`` of
 dimension has some experts (``cf.ExpertParallel`` makes it), or a plain tensor of all experts, with which
 nothing is exchanged. So a layer is written once, and computes the same in one process.
 
+Positions of tensor parallelism have the same tokens. Where experts are divided over them too, each sends its
+share of the tokens, and the outputs of all shares are gathered.
+
 Invariants: the result does not depend on the number of positions, up to rounding. Every position takes part
 in every exchange, of a forward and of a backward, without tokens too; and weights of experts without tokens
 have gradients of 0, as in one process.
@@ -18,7 +21,9 @@ Sources: Lepikhin et al., GShard (arXiv 2006.16668); Gale et al., MegaBlocks (ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple, Self, cast
 
 import torch
@@ -46,6 +51,7 @@ class Dispatched(NamedTuple):
         arrival: [R], place of each row among the rows in the order in which they were received.
         splits: rows sent to each position, and received from each; None: nothing was exchanged.
         group: group of the positions; None: this position has all experts.
+        share: this position's share of the tokens; None: it sends all of them.
     """
 
     rows: Tensor
@@ -55,6 +61,66 @@ class Dispatched(NamedTuple):
     arrival: Tensor
     splits: tuple[list[int], list[int]] | None
     group: Any
+    share: TokenShare | None = None
+
+
+class TokenShare(NamedTuple):
+    """Share of tokens of one of the positions that have the same tokens, which send one share each.
+
+    Attributes:
+        group: group of these positions.
+        tokens: number of tokens.
+        first: first token of the share.
+        end: token after the last one.
+    """
+
+    group: Any
+    tokens: int
+    first: int
+    end: int
+
+    @classmethod
+    def of(cls, group: Any, count: int) -> TokenShare:
+        """Share of this position of ``count`` tokens; the last ones may be shorter."""
+        size = -(-count // dist.get_world_size(group))
+        first = min(count, size * dist.get_rank(group))
+        return cls(group, count, first, min(count, first + size))
+
+    def part(self, rows: Tensor) -> Tensor:
+        """Rows of the share, of those of all tokens; the backward gathers their gradients."""
+        return cast("Tensor", _Part.apply(rows, self))  # type: ignore[no-untyped-call]
+
+    def all_tokens(self, rows: Tensor) -> Tensor:
+        """Rows of all tokens, gathered of those of the shares; the backward takes the share's gradient."""
+        return cast("Tensor", _AllTokens.apply(rows, self))  # type: ignore[no-untyped-call]
+
+    def gathered(self, rows: Tensor) -> Tensor:
+        """Rows of all tokens, without a graph."""
+        positions = dist.get_world_size(self.group)
+        size = -(-self.tokens // positions)
+        sent = rows.new_zeros(size, *rows.shape[1:])
+        sent[: rows.shape[0]] = rows
+        received = [torch.empty_like(sent) for _ in range(positions)]
+        dist.all_gather(received, sent, group=self.group)
+        return torch.cat(received)[: self.tokens]
+
+
+_SAME_TOKENS = ContextVar[Any]("same_tokens", default=None)
+"""Group of the positions that have the same tokens, while a module of experts runs; None: only this one."""
+
+
+@contextmanager
+def same_tokens(group: Any) -> Iterator[None]:
+    """Context in which positions with the same tokens dispatch a share of them each.
+
+    Args:
+        group: group of the positions that have the same tokens; all of them divide the experts.
+    """
+    token = _SAME_TOKENS.set(group)
+    try:
+        yield
+    finally:
+        _SAME_TOKENS.reset(token)
 
 
 def dispatch(tokens: Tensor, choices: Tensor, experts: Tensor | int, *, group: Any = None) -> Dispatched:
@@ -88,12 +154,16 @@ def dispatch(tokens: Tensor, choices: Tensor, experts: Tensor | int, *, group: A
     count = experts if isinstance(experts, int) else experts.shape[0]
     if group is None and isinstance(experts, Tensor):
         group = expert_group(experts)
+    token_group = None if group is None else _SAME_TOKENS.get()
     if tokens.dim() != 2 or choices.dim() != 2 or choices.shape[0] != tokens.shape[0]:
         raise ConfigError(
             f"dispatch: tokens of shape {(*tokens.shape,)} and choices of shape {(*choices.shape,)}; give "
             "[tokens, width] and [tokens, k]"
         )
-    flat = choices.reshape(-1)
+    share, flat = None, choices.reshape(-1)
+    if token_group is not None:
+        share = TokenShare.of(token_group, tokens.shape[0])
+        tokens, flat = share.part(tokens), choices[share.first : share.end].reshape(-1)
     places = flat.argsort(stable=True)
     chosen = (flat >= 0) & (flat < count)
     # Without values the number of rows is that of all choices.
@@ -114,7 +184,7 @@ def dispatch(tokens: Tensor, choices: Tensor, experts: Tensor | int, *, group: A
     rows = cast("Tensor", _Exchange.apply(sent, *splits, group))  # type: ignore[no-untyped-call]
     local = torch.arange(count // positions, device=tokens.device).repeat(positions)
     arrival = local.repeat_interleave(received_counts, output_size=sum(receive_splits)).argsort(stable=True)
-    return Dispatched(rows[arrival], by_position[1].sum(0), choices, order, arrival, splits, group)
+    return Dispatched(rows[arrival], by_position[1].sum(0), choices, order, arrival, splits, group, share)
 
 
 def combine(dispatched: Dispatched, outputs: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -134,7 +204,7 @@ def combine(dispatched: Dispatched, outputs: Tensor, weights: Tensor | None = No
     """
     if has_torch_function_unary(outputs):
         return handle_torch_function(combine, (outputs,), dispatched, outputs, weights)
-    rows, _, choices, order, arrival, splits, group = dispatched
+    rows, _, choices, order, arrival, splits, group, share = dispatched
     if outputs.dim() != 2 or outputs.shape[0] != rows.shape[0]:
         raise ConfigError(
             f"combine: outputs of shape {(*outputs.shape,)} for {rows.shape[0]} rows; give [rows, width]"
@@ -148,11 +218,13 @@ def combine(dispatched: Dispatched, outputs: Tensor, weights: Tensor | None = No
         outputs = torch.empty_like(outputs).index_copy(0, arrival, outputs)
         send, receive = cast("tuple[list[int], list[int]]", splits)
         outputs = cast("Tensor", _Exchange.apply(outputs, receive, send, group))  # type: ignore[no-untyped-call]
+    if share is not None:
+        choices = choices[share.first : share.end]
+        weights = None if weights is None else share.part(weights)
     width = outputs.shape[1]
     back = outputs.new_zeros(choices.numel(), width).index_copy(0, order, outputs).view(*choices.shape, width)
-    if weights is None:
-        return back.sum(1)
-    return (back * weights[..., None]).sum(1).to(outputs.dtype)
+    total = back.sum(1) if weights is None else (back * weights[..., None]).sum(1).to(outputs.dtype)
+    return total if share is None else share.all_tokens(total)
 
 
 def grouped_linear(
@@ -284,6 +356,34 @@ class _Exchange(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         return _exchange(gradient, ctx.receive, ctx.send, ctx.group), None, None, None
+
+
+class _Part(torch.autograd.Function):
+    """Rows of a share of tokens; the backward gathers the gradients of all shares."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, share: TokenShare) -> Tensor:
+        ctx.share = share
+        return rows[share.first : share.end].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.share.gathered(gradient), None
+
+
+class _AllTokens(torch.autograd.Function):
+    """Rows of all tokens. Gradients are the same at all positions: the backward takes the share's."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, share: TokenShare) -> Tensor:
+        ctx.share = share
+        return share.gathered(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient[ctx.share.first : ctx.share.end], None
 
 
 def _exchange(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: Any) -> Tensor:

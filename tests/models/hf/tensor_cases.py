@@ -16,13 +16,17 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 64,
     "use_cache": False, "eos_token_id": 1,
 }  # fmt: skip
+EXPERTS: dict[str, Any] = {"moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2}
 adamw = partial(torch.optim.AdamW, lr=0.01)
 
 
 def model_of(kind: str) -> Any:
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**SIZES)
-    return getattr(transformers, f"{kind}ForCausalLM")(config).double()
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **(EXPERTS if "Moe" in kind else {}))
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).double()
+    if "Moe" in kind:
+        model.set_experts_implementation("eager")  # others have no float64
+    return model
 
 
 def tokens() -> Tensor:
@@ -44,11 +48,16 @@ def one_process(kind: str, steps: int) -> list[tuple[float, float]]:
 
 def decoders() -> None:
     """Qwen 3 normalises heads: its weights are the same, and each position applies them to some of the heads.
+    Experts are divided over the positions of tensor parallelism.
 
     Losses and norms of transformers are in float32.
     """
-    for kind in ("Llama", "Qwen3"):
-        for degrees, stages in ((cf.MeshDegrees(tp=2), 2), (cf.MeshDegrees(dp_shard=2, tp=2), 1)):
+    for kind in ("Llama", "Qwen3", "Qwen3Moe"):
+        ep = 2 if kind == "Qwen3Moe" else 1
+        for degrees, stages in (
+            (cf.MeshDegrees(tp=2, ep=ep), 2),
+            (cf.MeshDegrees(dp_shard=2, tp=2, ep=ep), 1),
+        ):
             pipeline = cf.Pipeline(
                 model_of(kind).train(),
                 cf.models.hf.loss,

@@ -107,8 +107,13 @@ def test_an_exchange_by_the_links_that_it_crosses() -> None:
     assert exchange(Degrees(1, 1, 2, 2), two) == (0.5, 1 / 2)
     assert exchange(Degrees(1, 1, 4, 4), two) == (2.0, 10 * 2 / 4)  # beside it, a quarter inside
     assert exchange(Degrees(1, 1, 4, 4), shared) == (2.0, 2 * 10 * 2 / 4)
-    # With tensor parallelism the experts of a layer are on devices of different nodes.
-    assert exchange(Degrees(2, 1, 4, 4), two) == (2.0, 10 * 3 / 4)
+    # Experts are on the devices of tensor parallelism first; if 2 does not divide 3, on those of three nodes.
+    assert exchange(Degrees(2, 1, 4, 4), two) == (2.0, 10 * 2 / 4)
+    assert exchange(Degrees(2, 1, 3, 3), two) == (2.0, 10 * 2 / 3)
+    assert exchange(Degrees(2, 1, 2, 1), two) == (0.5, 1 / 2)
+    gather = PositionGroups(two, Degrees(2, 1, 4, 4)).token_gather()
+    assert (gather.latency_seconds, gather.seconds_per_byte) == (0.5, 1 / 2)
+    assert PositionGroups(two, Degrees(2, 1, 3, 3)).token_gather().seconds(100) == 0
     quick = replace(two, between=Link(2.0, 0.1))
     assert exchange(Degrees(1, 1, 4, 4), quick) == (2.0, 1 / 4)  # the link inside is the slower one
 

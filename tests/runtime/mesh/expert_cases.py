@@ -188,6 +188,40 @@ def wrong_ways() -> None:
     assert ParallelDims.sum_dims is sum_dims
 
 
+def same_tokens() -> None:
+    """Positions with the same tokens send a share each: 20 tokens, 5, which two cannot halve, and 1."""
+    schemes = cf.schemes
+    experts = cf.ExpertParallel("ep", tensor_dims="ep")
+    check(schemes.dapple(2, 3), experts, loss=loss_sum)
+    check(schemes.zb_h1(2, 3), experts, count=3, balance=True)
+    check(schemes.chimera(2, 2), experts, recompute="stage", balance=True)
+    check(schemes.interleaved(2, 4, 2), experts, recompute="layer", count=6)
+    dims = {"shard": 2, "tp": 2}
+    for names in ("tp", ("shard", "tp")):
+        sharded = cf.ExpertParallel(names, tensor_dims="tp", fully_shard="shard")
+        check(schemes.dapple(1, 3), sharded, dims=dims, balance=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "SEQUENCE", 1)
+        check(schemes.dapple(2, 3), experts, count=3)
+    states = []
+    for parallelize in (experts, lambda *_: None):
+        mesh = mesh_of((1, 2, 2), ("replica", "worker", "ep"))
+        with cf.Pipeline(
+            layers(), mean_loss, schemes.wpipe(2, 2), optimizer=adamw, mesh=mesh, parallelize=parallelize
+        ) as pipeline:
+            for _ in range(6):
+                pipeline.step(*batch())
+            pipeline.flush()
+            states.append(pipeline.model_state_dict())
+    torch.testing.assert_close(*states, rtol=1e-12, atol=1e-12)
+    mesh = mesh_of((1, 1, 2, 2), ("replica", "worker", "shard", "tp"))
+    both = cf.ExpertParallel(("shard", "tp"), tensor_dims=("shard", "tp"), fully_shard="shard")
+    with pytest.raises(cf.ConfigError, match="along dimension 'shard' of the mesh are said to have the same"):
+        cf.Pipeline(layers(), mean_loss, schemes.dapple(1, 3), optimizer=adamw, mesh=mesh, parallelize=both)
+    with pytest.raises(cf.ConfigError, match="tensor_dims: tp is none of ep"):
+        cf.ExpertParallel("ep", tensor_dims="tp")
+
+
 def refuse() -> None:
     """Errors before a step."""
     mesh = mesh_of((1, 2, 2), ("replica", "worker", "ep"))
@@ -226,6 +260,7 @@ def four() -> None:
     both = {"shard": 2, "ep": 2}
     check(schemes.dapple(1, 3), cf.ExpertParallel("ep", fully_shard=("shard", "ep")), dims=both)
     check(schemes.dapple(1, 3), cf.ExpertParallel("ep", fully_shard="shard"), dims=both, count=8)
+    same_tokens()
     resume()
     wrong_ways()
     refuse()

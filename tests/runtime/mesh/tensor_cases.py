@@ -16,11 +16,12 @@ from counterflow.models.gpt import GPTConfig
 from counterflow.runtime.assembly.rehearsal import rehearse
 
 SHAPE: dict[str, Any] = {
-    "layers": 2, "hidden": 8, "heads": 2, "vocabulary": 23, "positions": 8, "dropout": 0.0,
+    "layers": 2, "hidden": 8, "heads": 4, "vocabulary": 23, "positions": 8, "dropout": 0.0,
 }  # fmt: skip
 MODELS: dict[str, GPTConfig | BERTConfig] = {
     "gpt": GPTConfig(**SHAPE),
     "bert": BERTConfig(**SHAPE, next_sentence=False),
+    "moe": GPTConfig(**SHAPE, experts=4),
 }
 adamw = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
 
@@ -43,6 +44,9 @@ def one_process(kind: str, steps: int) -> tuple[list[tuple[float, float]], dict[
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
+        for module in model.modules():
+            if isinstance(module, cf.TokenBalance):
+                module.update()
         numbers.append((loss.item(), norm.item()))
     return numbers, model.state_dict()
 
@@ -134,6 +138,14 @@ def four() -> str:
         cf.MeshDegrees(dp_shard=2, cp=2),
     ):
         check("gpt", stage, degrees, measures=True)
+    for degrees in (
+        cf.MeshDegrees(dp_shard=2, tp=2, ep=2),
+        cf.MeshDegrees(dp_shard=2, tp=2, ep=4),
+        cf.MeshDegrees(cp=2, tp=2, ep=4),
+        cf.MeshDegrees(tp=4, ep=2),
+    ):
+        check("moe", stage, degrees)
+    check("moe", SCHEDULES[1], cf.MeshDegrees(tp=2, ep=2), recompute="layer")
     check("gpt", stage, cf.MeshDegrees(dp_shard=2), replicas=2, measures=True)
     pipeline = check("gpt", SCHEDULES[0], cf.MeshDegrees(dp_shard=2), measures=True)
     return str(pipeline.explain())

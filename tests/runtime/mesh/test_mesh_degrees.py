@@ -16,11 +16,11 @@ from counterflow.runtime.mesh.mesh_function import _modules_of_rare_dtypes
 SIZES = (1, 2, 3, 4, 6)
 
 
-@pytest.mark.parametrize(("dp_shard", "cp", "tp"), [*itertools.product(SIZES, SIZES, (1, 2))])
+@pytest.mark.parametrize(("dp_shard", "cp", "tp"), [*itertools.product(SIZES, SIZES, (1, 2, 4))])
 def test_experts_borrow_positions(dp_shard: int, cp: int, tp: int) -> None:
-    for ep in range(1, dp_shard * cp + 1):
-        if dp_shard * cp % ep:
-            with pytest.raises(cf.ConfigError, match=rf"ep = {ep}: must divide dp_shard \* cp"):
+    for ep in range(1, dp_shard * cp * tp + 1):
+        if dp_shard * cp * tp % ep:
+            with pytest.raises(cf.ConfigError, match=rf"ep = {ep}: must divide dp_shard \* cp \* tp"):
                 cf.MeshDegrees(dp_shard, cp, tp, ep)
             continue
         degrees = cf.MeshDegrees(dp_shard, cp, tp, ep)
@@ -29,7 +29,10 @@ def test_experts_borrow_positions(dp_shard: int, cp: int, tp: int) -> None:
         assert math.prod(sizes[name] for name in degrees.expert_dims) == ep
         assert math.prod(sizes[name] for name in degrees.context_dims) == cp
         assert math.prod(sizes[name] for name in degrees.shard_dims) == dp_shard * cp
-        assert list(sizes) == [*degrees.shard_dims, *(["tp"] if tp > 1 else [])]
+        assert math.prod(sizes[name] for name in degrees.tensor_dims) == tp
+        assert tuple(sizes) == (*degrees.shard_dims, *degrees.tensor_dims)
+        shares = math.prod(sizes[name] for name in degrees.tensor_dims if name in degrees.expert_dims)
+        assert shares == math.gcd(ep, tp), "positions of tensor parallelism are borrowed first"
 
 
 def test_literal_dimensions() -> None:
@@ -38,6 +41,8 @@ def test_literal_dimensions() -> None:
     assert cf.MeshDegrees(dp_shard=2, cp=4, ep=2).sizes == {"dp_shard": 2, "cp": 2, "cp_ep": 2}
     assert cf.MeshDegrees(dp_shard=2, cp=4, ep=2).context_dims == ("cp", "cp_ep")
     assert cf.MeshDegrees(dp_shard=6, ep=3).sizes == {"dp_shard": 2, "dp_shard_ep": 3}
+    assert cf.MeshDegrees(dp_shard=2, tp=2, ep=2).expert_dims == ("tp",)
+    assert cf.MeshDegrees(tp=4, ep=2).sizes == {"tp": 2, "tp_ep": 2}
     assert cf.MeshDegrees().sizes == {}
     assert cf.MeshDegrees().options(1, 4) == {}
 
@@ -50,8 +55,8 @@ def test_degrees_below_one_are_refused() -> None:
 def test_models_that_are_not_divided_are_refused() -> None:
     with torch.device("meta"):
         layers = GPTConfig(layers=1, hidden=12, heads=3, vocabulary=8, positions=8).build()
-    with pytest.raises(cf.ConfigError, match=r"layer 1: feed_forward .*: 48 features of expand cannot"):
-        cf.MeshDegrees(tp=5).refuse_undivided(layers)
+    with pytest.raises(cf.ConfigError, match=r"layer 1: attention .*: 3 heads of output cannot be divided"):
+        cf.MeshDegrees(tp=2).refuse_undivided(layers)
     cf.MeshDegrees(tp=3).refuse_undivided(layers)
     with pytest.raises(cf.ConfigError, match="no module of the model says how tensor parallelism divides"):
         cf.MeshDegrees(tp=2).refuse_undivided([nn.Linear(2, 2)])

@@ -3,7 +3,7 @@
 A worker of a schedule is P = dp_shard · cp · tp devices. Every position contains a whole pipeline, and all of
 them do the same at the same time, so a plan with P positions is a plan on a cluster of places of P devices
 each. Positions are counted as in a mesh (dp_shard, cp, tp), the last one fastest; the experts of a layer are
-divided over E adjacent coordinates of (dp_shard, cp), and E divides their number, as in torchtitan's mesh.
+divided over the last coordinates, those of tp first, and E divides their number, as in torchtitan's mesh.
 
 Invariant: a place is a part of a node, or whole nodes.
 """
@@ -29,11 +29,12 @@ class Degrees:
         expert_parallel: positions that share the experts of each layer.
         dp_shard: positions with samples of their own. They and those of ``context_parallel`` shard weights.
 
-    >>> Degrees(expert_parallel=4), Degrees(2, 2, 4, 2).positions
+    >>> Degrees(2, expert_parallel=4)
     Traceback (most recent call last):
-    counterflow.errors.ConfigError: expert_parallel=4: must divide dp_shard · context_parallel = 1 · 1
-    >>> Degrees(2, 2, 4, 2).positions, Degrees(1, 2, 2, 4).expert_shards
-    (8, 4)
+    counterflow.errors.ConfigError: expert_parallel=4: must divide the 2 positions of a worker (dp_shard 1 ·
+    context_parallel 1 · tensor_parallel 2)
+    >>> Degrees(2, 2, 4, 2).positions, Degrees(1, 2, 2, 4).expert_shards, Degrees(2, 2, 2, 4).expert_shards
+    (8, 4, 8)
     """
 
     tensor_parallel: int = 1
@@ -45,10 +46,11 @@ class Degrees:
         for name in ("context_parallel", "expert_parallel", "dp_shard"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be 1 or more")
-        if self.shards % self.expert_parallel:
+        if self.positions % self.expert_parallel:
             raise ConfigError(
-                f"expert_parallel={self.expert_parallel}: must divide dp_shard · context_parallel = "
-                f"{self.dp_shard} · {self.context_parallel}"
+                f"expert_parallel={self.expert_parallel}: must divide the {self.positions} positions of a "
+                f"worker (dp_shard {self.dp_shard} · context_parallel {self.context_parallel} · "
+                f"tensor_parallel {self.tensor_parallel})"
             )
 
     @property
@@ -62,9 +64,14 @@ class Degrees:
         return self.dp_shard * self.context_parallel
 
     @property
+    def token_shares(self) -> int:
+        """Positions of tensor parallelism that divide experts: each sends a share of their tokens."""
+        return math.gcd(self.expert_parallel, self.tensor_parallel)
+
+    @property
     def expert_shards(self) -> int:
         """Positions over which the weights of the same experts are sharded."""
-        return self.shards // self.expert_parallel
+        return self.shards * self.token_shares // self.expert_parallel
 
     @property
     def by_name(self) -> dict[str, int]:
@@ -79,7 +86,7 @@ class Degrees:
 
     def __str__(self) -> str:
         """Degrees as messages name them."""
-        if self.shards == 1:
+        if self.shards == self.expert_parallel == 1:
             return f"tensor_parallel={self.tensor_parallel}"
         return ", ".join(f"{name} {degree}" for name, degree in self.by_name.items())
 
@@ -174,7 +181,12 @@ class PositionGroups:
     def expert_gather(self) -> Collective:
         """The same over the positions that shard the weights of the same experts."""
         degrees = self.degrees
-        return self._gather(degrees.tensor_parallel * degrees.expert_parallel, degrees.expert_shards)
+        stride = degrees.tensor_parallel * degrees.expert_parallel // degrees.token_shares
+        return self._gather(stride, degrees.expert_shards)
+
+    def token_gather(self) -> Collective:
+        """All-gather over the positions that send shares of the same tokens, in bytes of all of these."""
+        return self._gather(1, self.degrees.token_shares)
 
     def exchange(self) -> Collective:
         """All-to-all over the positions that share experts, in bytes that each position sends, to itself too.
@@ -184,7 +196,9 @@ class PositionGroups:
         members, cluster = self.degrees.expert_parallel, self.cluster
         if members == 1:
             return Collective()
-        counts = self._counts(self.degrees.tensor_parallel, members)
+        # Those that send shares of the same tokens are adjacent, and on one node.
+        shares = self.degrees.token_shares
+        counts = [shares * n for n in self._counts(self.degrees.tensor_parallel, members // shares)]
         nodes = [node for node, _ in cluster.kinds_of_nodes()]
         inside = slowest(node.inside for node in nodes)
         within = inside.seconds_per_byte * (counts[0] - 1) / members

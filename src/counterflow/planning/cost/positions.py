@@ -71,7 +71,8 @@ def positioned(model: Model, profile: Profile, cluster: Cluster, degrees: Degree
                     f"expert_parallel={degrees.expert_parallel}: must divide the {layer.experts.count} "
                     f"experts of layers of kind {kind!r}"
                 )
-            layer = of_experts(layer, layer.experts, groups.exchange())
+            shares, gather = degrees.token_shares, groups.token_gather()
+            layer = of_experts(layer, layer.experts, groups.exchange(), shares=shares, gather=gather)
         layers[kind] = sharded(layer, groups)
     return replace(profile, layers=layers)
 

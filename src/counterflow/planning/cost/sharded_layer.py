@@ -68,7 +68,7 @@ class ShardedLayer(LayerProfile):
 
 
 def sharded(layer: LayerProfile, groups: PositionGroups) -> LayerProfile:
-    """The shards of a layer at a position, and the time of its gathers and sums.
+    """The shards and experts of a layer at a position, and the time of its gathers and sums.
 
     Args:
         layer: the layer of a position, with all weights.
@@ -76,9 +76,23 @@ def sharded(layer: LayerProfile, groups: PositionGroups) -> LayerProfile:
     """
     degrees = groups.degrees
     count = degrees.shards
-    if count == 1 or not layer.weights_bytes:
+    if count == degrees.expert_parallel == 1 or not layer.weights_bytes:
         return layer
     routed = 0.0 if layer.experts is None else layer.experts.weights_bytes / layer.weights_bytes
+    gathered_share = 1 - routed + routed / degrees.expert_parallel
+    share = (1 - routed) / count + routed / (degrees.expert_parallel * degrees.expert_shards)
+    local = replace(
+        layer,
+        weights_bytes=layer.weights_bytes * share,
+        frozen_bytes=layer.frozen_bytes * share,
+        low_precision_bytes=layer.low_precision_bytes * share,
+        cast_bytes=gathered_share * layer.cast_bytes,
+        update_peak_bytes=layer.update_peak_bytes * share,
+        parameter_bytes=(),
+        experts=None,  # its bytes are of all experts
+    )
+    if count == 1:
+        return local
     of_all, of_experts = groups.weight_gather(), groups.expert_gather()
 
     def collective_seconds(size: float) -> float:
@@ -95,23 +109,16 @@ def sharded(layer: LayerProfile, groups: PositionGroups) -> LayerProfile:
     lines = layer.lines()
     seconds = {kind: tuple(amount + gather for amount in lines[kind].amounts) for kind in lines}
     whole = WholeWeights(
-        gradient_bytes=(1 - routed + routed / degrees.expert_parallel) * size,
-        summed_bytes=size / count,
+        gradient_bytes=gathered_share * size,
+        summed_bytes=size * share,
         gathered_bytes=gathered,
         sum_seconds=collective_seconds(size) if size else 0.0,
     )
     shards = replace(
-        layer,
+        local,
         forward_seconds=seconds[OpKind.FORWARD],
         backward_seconds=seconds[OpKind.BACKWARD],
         input_gradient_seconds=seconds[OpKind.INPUT_GRADIENT],
         weight_gradients_seconds=seconds[OpKind.WEIGHT_GRADIENTS],
-        weights_bytes=layer.weights_bytes / count,
-        frozen_bytes=layer.frozen_bytes / count,
-        low_precision_bytes=layer.low_precision_bytes / count,
-        cast_bytes=(1 - routed + routed / degrees.expert_parallel) * layer.cast_bytes,
-        update_peak_bytes=layer.update_peak_bytes / count,
-        parameter_bytes=(),
-        experts=None,  # its bytes are of all experts
     )
     return ShardedLayer(**{key.name: getattr(shards, key.name) for key in fields(shards)}, of_whole=whole)

@@ -40,17 +40,19 @@ def degrees_tried(
     tried: dict[Degrees, None] = {}
     for tensor, context, expert in product(constraints.tensor_parallel, constraints.contexts, experts):
         _require_positive(context, expert)
-        for shards in constraints.shards or (expert // math.gcd(expert, context),):
+        rest = expert // math.gcd(expert, max(1, tensor))
+        for shards in constraints.shards or (rest // math.gcd(rest, context),):
             if shards < 1:
                 raise ConfigError(f"shards={shards}: must be 1 or more")
-            if constraints.shards is not None and shards * context % expert:
+            if constraints.shards is not None and shards * context * tensor % expert:
                 continue
             degrees = Degrees(tensor, context, expert, shards)
             if constraints.experts is not None or expert == 1 or _fits(degrees, model, cluster, constraints):
                 tried[degrees] = None
     if not tried:
         raise ConfigError(
-            f"experts={', '.join(map(str, experts))}: must divide shards · contexts; give such shards, or "
+            f"experts={', '.join(map(str, experts))}: must divide shards · contexts · tensor parallelism; "
+            "give such shards, or "
             "omit them"
         )
     return [*tried]

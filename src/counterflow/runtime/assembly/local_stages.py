@@ -26,6 +26,7 @@ from ..mesh.parallel import (
     expert_dims,
     fsdp_modules,
     parallelize_stages,
+    same_token_dims,
 )
 from ..mesh.parallel_dims import ParallelDims
 from ..mesh.rank_mesh import WORKER, RankMesh
@@ -286,8 +287,11 @@ def _sharded(
         )
     )
     names = further.mesh_dim_names or ()
-    experts, contexts = expert_dims(modules, mesh), context_dims(modules, mesh)
-    dims = agreed_dims(mesh, tensors, reduced, transport, names, experts=experts, contexts=contexts)
+    dims = agreed_dims(
+        mesh, tensors, reduced, transport, names,
+        experts=expert_dims(modules, mesh), contexts=context_dims(modules, mesh),
+        same_tokens=same_token_dims(modules, mesh),
+    )  # fmt: skip
     if any(module.divides_experts for module in modules) and not dims.has_experts:
         raise ConfigError(
             "cf.ExpertParallel found no experts in the model: give a module that calls cf.dispatch the "

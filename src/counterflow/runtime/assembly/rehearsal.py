@@ -18,7 +18,14 @@ import torch.distributed as dist
 from counterflow.common.tensors.dtensors import local
 
 from ..mesh.mesh_degrees import MeshDegrees
-from ..mesh.parallel import StageModule, context_dims, expert_dims, further_mesh, parallelize_stages
+from ..mesh.parallel import (
+    StageModule,
+    context_dims,
+    expert_dims,
+    further_mesh,
+    parallelize_stages,
+    same_token_dims,
+)
 from ..mesh.rank_mesh import RankMesh
 from ..mesh.weight_dims import agreed_dims
 from ..mesh.weight_table import WeightTable, weight_table
@@ -106,6 +113,7 @@ def rehearse(model: Model, degrees: MeshDegrees, replicas: int, ranks: Any = Non
             names,
             experts=expert_dims(stages, rank_mesh),
             contexts=context_dims(stages, rank_mesh),
+            same_tokens=same_token_dims(stages, rank_mesh),
         )
         table = weight_table(dims, names, parts.names, parts.holders)
         sizes = []

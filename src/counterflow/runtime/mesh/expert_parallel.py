@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
 
-from counterflow.api.experts import combine, dispatch, expert_group, joined, local_experts
+from counterflow.api.experts import combine, dispatch, expert_group, joined, local_experts, same_tokens
 from counterflow.common.tensors.expert_modules import EXPERT_PARAMETERS, expert_modules
 from counterflow.common.tensors.torch_private import flattened, parameters_of, shard_placements
 from counterflow.errors import ConfigError
 
-from .mesh_function import DimNames, MeshFunction
+from .mesh_function import DimNames, MeshFunction, as_names
 from .parallel import ExpertWeight, StageModule
 
 
@@ -36,12 +37,14 @@ class ExpertParallel(MeshFunction):
     * A module with the attribute ``expert_parameters``, names of its own parameters [experts, ...], whose
       forward calls ``cf.dispatch`` and ``cf.combine``.
 
-    The positions have samples of their own. With ``fully_shard``, all other weights are sharded as well, each
-    layer and the rest of the stage by themselves; experts are sharded over those of its dimensions that do
-    not divide them. Tensor parallelism of other modules goes before: call this function in one of your own.
+    The positions have samples of their own, except along ``tensor_dims``. With ``fully_shard``, all other
+    weights are sharded as well, each layer and the rest of the stage by themselves; experts are sharded over
+    those of its dimensions that do not divide them. Tensor parallelism of other modules goes before: call
+    this function in one of your own.
 
     Args:
         dim: name of the mesh's dimension, or names of several over whose positions experts are divided.
+        tensor_dims: those of ``dim`` whose positions have the same samples, as with tensor parallelism.
         fully_shard: names of the dimensions over which all other weights are sharded, ``dim`` among them or
             not; empty: they are the same at all positions.
         options: further arguments of ``fully_shard``, such as ``reshard_after_forward``.
@@ -53,8 +56,22 @@ class ExpertParallel(MeshFunction):
     divides_experts = True
     """Workers read experts of a model on the meta device after they are divided, each its own."""
 
-    def __init__(self, dim: DimNames = "ep", *, fully_shard: DimNames = (), **options: Any) -> None:
+    def __init__(
+        self,
+        dim: DimNames = "ep",
+        *,
+        tensor_dims: DimNames = (),
+        fully_shard: DimNames = (),
+        **options: Any,
+    ) -> None:
         super().__init__(dim, fully_shard, options)
+        self.tensor_dims = as_names(tensor_dims)
+        if stray := {*self.tensor_dims} - {*self.dims}:
+            raise ConfigError(f"tensor_dims: {', '.join(sorted(stray))} is none of {', '.join(self.dims)}")
+
+    @override
+    def _flags(self) -> list[str]:
+        return [f"tensor_dims={self.tensor_dims}"] if self.tensor_dims else []
 
     def __call__(self, stage: StageModule, mesh: DeviceMesh) -> None:
         """Divide the experts of a stage, and shard the rest if that was asked for.
@@ -67,21 +84,26 @@ class ExpertParallel(MeshFunction):
             ConfigError: the mesh has no such dimension, or experts cannot be divided over it.
         """
         part = self._part(mesh)
+        group = flattened(mesh, self.tensor_dims).get_group() if self.tensor_dims else None
         stage.divides_experts = True
         for layer in stage:
             for module, parameters in [*expert_modules(layer)]:
-                _divide(stage, layer, module, parameters, part)
+                _divide(stage, layer, module, parameters, part, group)
         self._shard_weights(stage, mesh, **self._expert_options(stage, mesh))
 
     def _expert_options(self, stage: StageModule, mesh: DeviceMesh) -> dict[str, Any]:
-        experts = {module.get_parameter(name) for module, name, _ in stage.expert_weights}
+        from torch.distributed.tensor import Shard  # noqa: PLC0415 - see dtensors.py
+
+        experts = {weight.module.get_parameter(weight.name) for weight in stage.expert_weights}
         rest = tuple(name for name in self.fully_shard if name not in self.dims)
-        if not experts or rest == self.fully_shard:  # experts are sharded as the other weights are
+        if not experts:
             return {}
         if not rest:
             return {"ignored_params": experts}
         part = flattened(mesh, rest)
-        return {"shard_placement_fn": partial(_placement, experts, part.size(), shard_placements(part))}
+        # Experts that are sharded over the dimensions of the other weights are gathered with these.
+        shard = Shard if rest == self.fully_shard else shard_placements(part)
+        return {"shard_placement_fn": partial(_placement, experts, part.size(), shard)}
 
 
 def _placement(
@@ -125,24 +147,39 @@ def refuse_uneven(place: str, module: nn.Module, names: list[str], size: int) ->
     return count
 
 
-def _divide(
-    stage: StageModule, layer: nn.Module, module: nn.Module, names: list[str], mesh: DeviceMesh
+def _divide(  # noqa: PLR0917
+    stage: StageModule,
+    layer: nn.Module,
+    module: nn.Module,
+    names: list[str],
+    mesh: DeviceMesh,
+    token_group: Any,
 ) -> None:
     """Leave a position its experts of a module's parameters; those on the meta device are read.
+
+    Args:
+        stage: stage of the layer.
+        layer: layer of the module.
+        module: module of experts.
+        names: names of its parameters [experts, ...].
+        mesh: positions that divide the experts.
+        token_group: group of those of them that have the same tokens; None: only this one.
 
     Raises:
         ConfigError: their number cannot be divided.
     """
     count = refuse_uneven(f"stage {stage.number}", module, names, mesh.size())
     ranks = tuple(dist.get_process_group_ranks(mesh.get_group()))
+    same = () if token_group is None else tuple(dist.get_process_group_ranks(token_group))
     for name in names:
         parameter = module.get_parameter(name)
         sharded = _divided(layer, parameter, mesh)
         setattr(module, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
-        stage.expert_weights.append(ExpertWeight(module, name, ranks))
+        stage.expert_weights.append(ExpertWeight(module, name, ranks, same))
     if not hasattr(module, EXPERT_PARAMETERS):
-        forward = cast("Any", partial(_routed_forward, module, module.forward, names, count))
-        module.forward = forward
+        module.forward = cast("Any", partial(_routed_forward, module, module.forward, names, count))
+    if token_group is not None:
+        module.forward = cast("Any", partial(_forward_of_share, module.forward, token_group))
 
 
 def _divided(layer: nn.Module, parameter: nn.Parameter, mesh: DeviceMesh) -> Tensor:
@@ -157,6 +194,11 @@ def _divided(layer: nn.Module, parameter: nn.Parameter, mesh: DeviceMesh) -> Ten
     rows = torch.empty(count, *parameter.shape[1:], dtype=parameter.dtype, device=mesh.device_type)
     cast("Any", layer).read_rows(name, rows, mesh.get_local_rank() * count)
     return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False)
+
+
+def _forward_of_share(forward: Callable[..., Any], token_group: Any, *args: Any, **kwargs: Any) -> Any:
+    with same_tokens(token_group):
+        return forward(*args, **kwargs)
 
 
 def _routed_forward(  # noqa: PLR0917

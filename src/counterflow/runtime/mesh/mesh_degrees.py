@@ -1,8 +1,8 @@
 """Degrees of parallelism beside the pipeline's, and the device mesh that has them.
 
-Invariant: experts borrow the positions of the data's shards and of the contexts, so a degree of experts adds
-no ranks. Names are torchtitan's: ``dp_shard``, ``cp``, ``tp``, ``ep``; its ``dp_replicate`` and ``pp`` are
-the pipeline's replicas and workers.
+Invariant: experts borrow the positions of tensor parallelism, of the contexts and of the data's shards, so a
+degree of experts adds no ranks. Names are torchtitan's: ``dp_shard``, ``cp``, ``tp``, ``ep``; its
+``dp_replicate`` and ``pp`` are the pipeline's replicas and workers.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ class MeshDegrees:
     """Degrees of parallelism inside of a stage; a function for ``parallelize=``.
 
     A stage is on ``dp_shard * cp * tp`` ranks. Its weights are sharded by ``fully_shard`` over ``dp_shard``
-    and ``cp``; experts are divided among ``ep`` positions of these, and sharded over the rest.
+    and ``cp``; experts are divided among ``ep`` positions, those of ``tp`` first, then of ``cp`` and
+    ``dp_shard``, and sharded over the rest of the latter two.
 
     Args:
         dp_shard: positions with samples of their own, over which weights are sharded.
         cp: positions that share each sequence.
         tp: positions of tensor parallelism, which share the work of a layer.
-        ep: positions among which the experts of a layer are divided: a divisor of ``dp_shard * cp``.
+        ep: positions among which the experts of a layer are divided: a divisor of ``dp_shard * cp * tp``.
         ring: True if keys and values of contexts go around, False if they are gathered.
 
     Raises:
@@ -46,9 +47,11 @@ class MeshDegrees:
     >>> degrees = MeshDegrees(dp_shard=4, cp=2, ep=4)
     >>> degrees.sizes, degrees.expert_dims
     ({'dp_shard': 2, 'dp_shard_ep': 2, 'cp': 2}, ('dp_shard_ep', 'cp'))
-    >>> MeshDegrees(tp=2, ep=2)
+    >>> MeshDegrees(dp_shard=4, tp=2, ep=4).expert_dims
+    ('dp_shard_ep', 'tp')
+    >>> MeshDegrees(tp=2, ep=4)
     Traceback (most recent call last):
-    counterflow.errors.ConfigError: ep = 2: must divide dp_shard * cp = 1; those of tp have equal tokens
+    counterflow.errors.ConfigError: ep = 4: must divide dp_shard * cp * tp = 2
     """
 
     dp_shard: int = 1
@@ -61,11 +64,8 @@ class MeshDegrees:
         for name in ("dp_shard", "cp", "tp", "ep"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be 1 or more")
-        data = self.dp_shard * self.cp
-        if data % self.ep:
-            raise ConfigError(
-                f"ep = {self.ep}: must divide dp_shard * cp = {data}; those of tp have equal tokens"
-            )
+        if self.positions % self.ep:
+            raise ConfigError(f"ep = {self.ep}: must divide dp_shard * cp * tp = {self.positions}")
 
     @property
     def positions(self) -> int:
@@ -77,8 +77,9 @@ class MeshDegrees:
 
         Experts borrow the last positions, which are closest: a dimension of which they borrow a part is two.
         """
-        contexts = math.gcd(self.ep, self.cp)
-        borrowed = {"dp_shard": self.ep // contexts, "cp": contexts, "tp": 1}
+        tensors = math.gcd(self.ep, self.tp)
+        contexts = math.gcd(self.ep // tensors, self.cp)
+        borrowed = {"dp_shard": self.ep // tensors // contexts, "cp": contexts, "tp": tensors}
         for name, part in borrowed.items():
             size: int = getattr(self, name)
             if 1 < part < size:
@@ -95,12 +96,17 @@ class MeshDegrees:
     @property
     def shard_dims(self) -> tuple[str, ...]:
         """Names of the dimensions over which ``fully_shard`` shards."""
-        return tuple(name for name in self.sizes if name != "tp")
+        return tuple(name for name in self.sizes if not name.startswith("tp"))
 
     @property
     def context_dims(self) -> tuple[str, ...]:
         """Names of the dimensions whose positions share sequences."""
         return tuple(name for name in self.sizes if name.startswith("cp"))
+
+    @property
+    def tensor_dims(self) -> tuple[str, ...]:
+        """Names of the dimensions of tensor parallelism."""
+        return tuple(name for name in self.sizes if name.startswith("tp"))
 
     @property
     def expert_dims(self) -> tuple[str, ...]:
@@ -162,11 +168,13 @@ class MeshDegrees:
             mesh: dimensions after (replica, worker), those of ``sizes``.
         """
         if self.tp > 1:
-            TensorParallel("tp")(stage, mesh)
+            TensorParallel(self.tensor_dims)(stage, mesh)
         if self.cp > 1:
             ContextParallel(self.context_dims, ring=self.ring)(stage, mesh)
         if self.ep > 1:
-            ExpertParallel(self.expert_dims, fully_shard=self.shard_dims)(stage, mesh)
+            same_tokens = tuple(name for name in self.expert_dims if name in self.tensor_dims)
+            experts = ExpertParallel(self.expert_dims, tensor_dims=same_tokens, fully_shard=self.shard_dims)
+            experts(stage, mesh)
         elif self.shard_dims:
             shard_weights(stage, mesh, self.shard_dims)
 

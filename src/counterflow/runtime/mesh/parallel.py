@@ -41,11 +41,13 @@ class ExpertWeight(NamedTuple):
         module: module that has it.
         name: its name there.
         ranks: ranks among which the experts are divided.
+        same_tokens: those of them that have the same tokens; empty: this one alone.
     """
 
     module: nn.Module
     name: str
     ranks: tuple[int, ...]
+    same_tokens: tuple[int, ...]
 
 
 class StageModule(nn.Module, StageWrapper):
@@ -209,7 +211,13 @@ def parallelize_stages(
 def expert_dims(stages: Sequence[StageModule], mesh: RankMesh) -> dict[int, frozenset[int]]:
     """By identity, the weights of experts, and the dimensions over which their experts are divided."""
     weights = (weight for stage in stages for weight in stage.expert_weights)
-    return {id(module.get_parameter(name)): mesh.varying(ranks) for module, name, ranks in weights}
+    return {id(weight.module.get_parameter(weight.name)): mesh.varying(weight.ranks) for weight in weights}
+
+
+def same_token_dims(stages: Sequence[StageModule], mesh: RankMesh) -> frozenset[int]:
+    """Dimensions over which experts are divided though their positions have the same tokens."""
+    weights = (weight for stage in stages for weight in stage.expert_weights)
+    return frozenset[int]().union(*(mesh.varying(w.same_tokens) for w in weights if w.same_tokens))
 
 
 def context_dims(stages: Sequence[StageModule], mesh: RankMesh) -> frozenset[int]:

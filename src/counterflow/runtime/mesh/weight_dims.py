@@ -35,6 +35,7 @@ def agreed_dims(
     *,
     experts: Mapping[int, frozenset[int]] = MappingProxyType({}),
     contexts: frozenset[int] = frozenset(),
+    same_tokens: frozenset[int] = frozenset(),
 ) -> ParallelDims:
     """The record of all workers' weights; all workers call it.
 
@@ -47,10 +48,12 @@ def agreed_dims(
         names: names of the mesh's further dimensions.
         experts: by identity, weights of experts, and the dimensions over which their experts are divided.
         contexts: dimensions whose positions share sequences.
+        same_tokens: dimensions over which experts are divided though their positions have the same tokens.
 
     Raises:
         ConfigError: copies of a weight are sharded differently; a weight is sharded over replicas or workers,
-            or along a dimension with samples that ``fully_shard`` does not gather it over.
+            or along a dimension with samples that ``fully_shard`` does not gather it over; positions have the
+            same tokens for some weights, and other ones for others.
     """
     local_weights: _Row = {}
     first: dict[str, Tensor] = {}
@@ -65,13 +68,27 @@ def agreed_dims(
             placements=placements,
         )
         local_weights[name] = weight, tuple(local(tensor).shape)
-    gathered = cast("list[tuple[_Row, frozenset[int]]]", transport.gather_objects((local_weights, contexts)))
-    if len({dims for _, dims in gathered}) > 1:
-        raise ConfigError("workers share sequences along other dimensions; give all the same parallelize")
-    rows = [row for row, _ in gathered]
-    samples = frozenset({REPLICA}).union(
-        contexts, *(weight.reduced | weight.experts for row in rows for weight, _ in row.values())
+    gathered = cast(
+        "list[tuple[_Row, frozenset[int], frozenset[int]]]",
+        transport.gather_objects((local_weights, contexts, same_tokens)),
     )
+    if len({dims for _, dims, _ in gathered}) > 1:
+        raise ConfigError("workers share sequences along other dimensions; give all the same parallelize")
+    rows = [row for row, *_ in gathered]
+    samples = frozenset({REPLICA}).union(
+        contexts,
+        *(
+            weight.reduced | (weight.experts - same)
+            for row, _, same in gathered
+            for weight, _ in row.values()
+        ),
+    )
+    if both := samples & frozenset[int]().union(*(same for *_, same in gathered)):
+        raise ConfigError(
+            f"positions along dimension {names[min(both) - 2]!r} of the mesh are said to have the same "
+            "tokens (tensor_dims of cf.ExpertParallel), and samples of their own (fully_shard, "
+            "cf.ContextParallel or another cf.ExpertParallel)"
+        )
     weights: dict[str, WeightDims] = {}
     shapes: dict[tuple[object, ...], tuple[int, ...]] = {}
     for rank, row in enumerate(rows):

@@ -27,18 +27,16 @@ class MeshSection(Section):
     """Positions that share the work of each layer: tensor parallelism."""
 
     ep: int = count(1, _MOST)
-    """Positions among which the experts of a layer are divided: a divisor of dp_shard times cp."""
+    """Positions among which the experts of a layer are divided: a divisor of dp_shard times cp times tp."""
 
     ring: bool = option(False, "true or false")
     """Whether keys and values go around the positions of cp; false: they are gathered."""
 
     @model_validator(mode="after")
     def _check(self) -> MeshSection:
-        data = self.dp_shard * self.cp
-        if data % self.ep:
+        if self.positions % self.ep:
             raise ConfigError(
-                f"mesh.ep = {self.ep}: must divide mesh.dp_shard * mesh.cp = {data}, whose positions have "
-                "other tokens each"
+                f"mesh.ep = {self.ep}: must divide mesh.dp_shard * mesh.cp * mesh.tp = {self.positions}"
             )
         return self
 
