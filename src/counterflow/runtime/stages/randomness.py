@@ -122,11 +122,13 @@ class RandomStreams(StageWrapper):
 
     @override
     def wrap_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
-        around = self.layer(layer.index, step, rows)
-        if around is _NOTHING:
-            return run(value, step, rows)
-        with around:
-            return run(value, step, rows)
+        key = self._layer_key(layer.index, step, rows)
+        if self.shared:
+            with self._seeded(key):
+                return run(value, step, rows)
+        for generator in self.generators:  # ``step`` restores their states
+            generator.manual_seed(key)
+        return run(value, step, rows)
 
     def _from(self, key: int) -> AbstractContextManager[Any]:
         # ``step`` restores the state where no other worker needs it
