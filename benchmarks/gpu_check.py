@@ -46,7 +46,8 @@ from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule import registry
 from counterflow.schedule.cuts import balance
 from counterflow.training import load_config
-from counterflow.training.profiling import Measured, measure
+from counterflow.measure.model_profile import Measured
+from counterflow.training.profiling import measure
 from counterflow.training.trial import small_trial
 
 PEAKS = {

@@ -64,7 +64,8 @@ from counterflow.schedule import registry
 from counterflow.schedule.op import B, F
 from counterflow.training import load_config
 from counterflow.training.job import prepare
-from counterflow.training.profiling import profile_of, subject_of
+from counterflow.measure.model_profile import profile_of
+from counterflow.training.profiling import subject_of
 
 GOAL_MEDIAN, GOAL_WORST = 0.03, 0.10
 QUIETEST = 0.5
@@ -239,7 +240,11 @@ def gpt(turns: int) -> tuple[list[Row], str]:
         gpt_worker, turns, workers=2, transport="gloo", threads=1
     )[0]
     profiles = [
-        profile_of(job, "this machine", by_size, gap, around, how=f"measured, mean of {turns}")
+        profile_of(
+            *(job.layers, "this machine", by_size, gap, around),
+            how=f"measured, mean of {turns}",
+            optimizer=job.config.optimizer.name,
+        )
         for by_size, (gap, around) in timed_layers
     ]
     link = fitted(messages)

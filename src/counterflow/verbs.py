@@ -95,6 +95,66 @@ def plan(
     )
 
 
+def profile(
+    model: nn.Module | Sequence[nn.Module],
+    loss: Callable[[Any, Any], Any],
+    *,
+    example: tuple[Any, Any],
+    optimizer: MakeOptimizer | None = None,
+    list_layers: Callable[[nn.Module], Sequence[nn.Module]] | None = None,
+    sizes: Sequence[int] = (1, 2, 4, 8),
+    workers: int | None = None,
+    threads: int | None = None,
+    repeats: int = 5,
+    execution: Execution | None = None,
+    name: str | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Measured:
+    """Measure the layers of any model on this machine, and the links between its workers, for ``plan``.
+
+    Layers are timed in training steps; equal layers are measured together. Under torchrun all workers
+    measure, on all machines.
+
+    Args:
+        model: any module, whose layers are found; an ``nn.Sequential``, or a list of layers. It is copied,
+            and stays as it is.
+        loss: loss function of the model's output and the targets, as of ``Pipeline``.
+        example: a mini-batch, inputs and targets as in ``Pipeline.step``, with the samples in dimension 0;
+            mini-batches of other sizes repeat its samples.
+        optimizer: function that makes an optimizer of parameters; None: AdamW.
+        list_layers: function that lists the layers of a module; None: they are found.
+        sizes: samples of the micro-batches that are measured.
+        workers: number of workers of this machine; None: one per GPU, or one per core.
+        threads: threads of each worker; None: the cores divided by the workers.
+        repeats: number of measurements, of which the median counts.
+        execution: options of the run, of which precision and compilation are measured.
+        name: name of the model; None: its class.
+        progress: called with the activity, measurements made, and measurements in all.
+
+    Returns:
+        The model, its profile and the cluster, as ``plan`` takes them.
+
+    Raises:
+        ConfigError: layers cannot be found, the example does not fit, or a size is below 1.
+    """
+    from .measure.model_profile import Description, measure_model  # noqa: PLC0415 - slow
+    from .measure.user_model import subject_of_model  # noqa: PLC0415 - slow
+
+    subject = subject_of_model(
+        model, loss, example, optimizer=optimizer, list_layers=list_layers, execution=execution
+    )
+    maker = type(subject.optimizer(list(subject.layers[0].parameters()) or [_parameter()])).__name__
+    return measure_model(
+        subject,
+        Description(name or type(model).__name__, maker, "cf.profile"),
+        sizes=sizes,
+        workers=workers,
+        threads=threads,
+        repeats=repeats,
+        progress=progress or (lambda *_: None),
+    )
+
+
 def predict(
     model: Model | Path | str,
     profile: Profile | Path | str,

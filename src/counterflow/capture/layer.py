@@ -177,6 +177,18 @@ class CapturedLayer(nn.Module):
         return name in self._parts[0].used
 
     @property
+    def structure(self) -> tuple[str, ...]:
+        """Names of the classes and functions that the layer calls in training, in order: equal for equal
+        blocks.
+        """
+        called = (self.get_submodule(self._local[s.module]) if s.module is not None else s.function
+                  for s in self._parts[0].steps)
+        return tuple(
+            type(each).__name__ if isinstance(each, nn.Module) else getattr(each, "__name__", str(each))
+            for each in called
+        )
+
+    @property
     def differentiates(self) -> bool:
         """Check whether the layer takes gradients by ``torch.autograd.grad``."""
         return any(step.function is torch.autograd.grad for part in self._parts for step in part.steps)

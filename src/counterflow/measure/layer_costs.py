@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from counterflow.capture.layer import CapturedLayer
 from counterflow.common.tensors.dtypes import sum_dtype
 from counterflow.planning.inputs.layer_parts import Contexts
 from counterflow.planning.inputs.model import LayerSkip, LayerTie
@@ -126,8 +127,19 @@ _WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 """Beginning of a word in a class's name."""
 
 
+def _class_of(layer: nn.Module) -> tuple[str, tuple[str, ...]]:
+    """Name of a layer's class, and the steps of a captured layer."""
+    if not isinstance(layer, CapturedLayer):
+        return type(layer).__name__, tuple(name for name, _ in layer.named_parameters())
+    modules = [module for module in layer.children() if next(module.parameters(), None) is not None]
+    steps = layer.structure
+    return (type(modules[0]).__name__ if modules else (steps or ("function",))[0]), steps
+
+
 def kinds_of(layers: Sequence[nn.Module]) -> list[str]:
-    """Each layer's kind: its class, and a number if weights of a class differ in shape or are frozen.
+    """Kind of each layer: its class, and a number if weights of a class differ in shape or are frozen.
+
+    The class of a captured layer is that of its first module with weights; its steps distinguish it, too.
 
     >>> kinds_of([nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2), nn.Linear(2, 1)])
     ['linear', 'layer-norm', 'linear', 'linear-2']
@@ -135,10 +147,10 @@ def kinds_of(layers: Sequence[nn.Module]) -> list[str]:
     known: dict[str, list[tuple[object, ...]]] = {}
     kinds = []
     for layer in layers:
-        name = _WORDS.sub("-", type(layer).__name__).lower()
-        shapes = tuple(
-            (key, tuple(value.shape), value.requires_grad) for key, value in layer.named_parameters()
-        )
+        name, steps = _class_of(layer)
+        name = _WORDS.sub("-", name).lower()
+        weights = [(tuple(value.shape), value.requires_grad) for value in layer.parameters()]
+        shapes = (*steps, *weights)
         of_class = known.setdefault(name, [])
         if shapes not in of_class:
             of_class.append(shapes)

@@ -6,6 +6,7 @@ which gives the sum without the runtime's code around each layer. The difference
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -40,7 +41,7 @@ class Subject:
     """The subject of a measurement; every process gets a copy of it.
 
     Attributes:
-        layers: the model, on the meta device.
+        layers: the model; on the meta device weights are made by ``reset_parameters``.
         loss: function of the model's output and targets that returns the mean loss over the samples.
         optimizer: function that makes an optimiser of parameters.
         batch: function that makes inputs and targets of a number of samples.
@@ -351,7 +352,7 @@ def _by_layer(layers: int, micro_batches: int, slices: int = 1) -> Schedule:
 
 def _pipeline(subject: Subject, schedule: Schedule, transport: Transport | None = None) -> Pipeline:
     return Pipeline(
-        subject.layers,
+        copy.deepcopy(subject.layers),  # several pipelines are timed in turns, and train their own
         subject.loss,
         schedule,
         optimizer=subject.optimizer,

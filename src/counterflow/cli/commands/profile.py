@@ -15,7 +15,7 @@ from ..options.flags import JsonFlag
 from ..output.console import WIDE, byte_size, console, note, print_json, table_of, writing
 
 if TYPE_CHECKING:
-    from counterflow.training.profiling import Measured
+    from counterflow.measure.model_profile import Measured
 
 NAMES = ("model", "profile", "cluster")
 
@@ -55,7 +55,8 @@ def profile(
     from counterflow.planning.inputs import input_files
     from counterflow.runtime.workers.world import rank_info
     from counterflow.training import load_config
-    from counterflow.training.profiling import SIZES, Profiled, measure
+    from counterflow.measure.model_profile import SIZES
+    from counterflow.training.profiling import Profiled, measure
 
     resolved = load_config(config, sets or ())
     placed = rank_info()
