@@ -38,6 +38,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import counterflow as cf
 from counterflow.capture.estimates import estimated_costs
+from counterflow.measure.model_profile import Measurement
 from counterflow.models.bert import BERTConfig
 from counterflow.models.gpt import GPTConfig
 from counterflow.models.presets import preset
@@ -46,7 +47,6 @@ from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule import registry
 from counterflow.schedule.cuts import balance
 from counterflow.training import load_config
-from counterflow.measure.model_profile import Measured
 from counterflow.training.profiling import measure
 from counterflow.training.trial import small_trial
 
@@ -333,7 +333,7 @@ def work(subject: Subject, wanted: dict[str, tuple[dict[str, Any], Any]], steps:
     return found
 
 
-def predicted(subject: Subject, workers: int) -> tuple[Measured | None, str]:
+def predicted(subject: Subject, workers: int) -> tuple[Measurement | None, str]:
     """The profile of a model on this machine, or why there is none."""
     config = subject.config
     family = "bert" if isinstance(config, BERTConfig) else "gpt"

@@ -25,7 +25,8 @@ import torch
 from kit import RESULTS, arguments, machine_line
 from torch import nn
 
-from counterflow.measure.layer_costs import assembled, kinds_of
+from counterflow.measure.equal_layers import kinds_of
+from counterflow.measure.layer_costs import assembled
 from counterflow.measure.layer_times import bytes_of
 from counterflow.measure.stages.allocations import allocated
 from counterflow.models.gpt import GPTConfig

@@ -52,9 +52,11 @@ from torch import Tensor
 
 import counterflow as cf
 from counterflow.measure.cluster_costs import fitted
-from counterflow.measure.layer_costs import kinds_of
+from counterflow.measure.equal_layers import kinds_of
+from counterflow.measure.layer_costs import assembled
 from counterflow.measure.layer_times import AtSize, LayerTimer, StepTimer
 from counterflow.measure.links import MESSAGES, measure_allreduces, measure_messages
+from counterflow.measure.model_profile import profile_of
 from counterflow.measure.op_times import WARM_UP_STEPS, OpTimer, OpTimes, least
 from counterflow.papers.step_times import planned_closed_form
 from counterflow.planning import Cluster, Configuration, LayerProfile, Model, Predictor, Profile
@@ -64,7 +66,6 @@ from counterflow.schedule import registry
 from counterflow.schedule.op import B, F
 from counterflow.training import load_config
 from counterflow.training.job import prepare
-from counterflow.measure.model_profile import profile_of
 from counterflow.training.profiling import subject_of
 
 GOAL_MEDIAN, GOAL_WORST = 0.03, 0.10
@@ -241,7 +242,7 @@ def gpt(turns: int) -> tuple[list[Row], str]:
     )[0]
     profiles = [
         profile_of(
-            *(job.layers, "this machine", by_size, gap, around),
+            *(assembled(job.layers, by_size), "this machine", by_size, gap, around),
             how=f"measured, mean of {turns}",
             optimizer=job.config.optimizer.name,
         )

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from counterflow.execution import Execution
-from counterflow.measure.layer_costs import assembled, kinds_of
+from counterflow.measure.equal_layers import kinds_of
+from counterflow.measure.layer_costs import assembled
 from counterflow.measure.layer_times import Subject
 from counterflow.measure.machine import device_name
 from counterflow.measure.survey import survey

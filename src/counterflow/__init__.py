@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from .runtime.mini_batch.entries import ENTRIES
     from .runtime.pipeline import Pipeline
     from .runtime.workers.launch import launch
-    from .verbs import plan, predict, train, verify
+    from .verbs import plan, predict, profile, train, verify
     from .verification.same_model import SameModel, same_model
 
 __version__ = "0.1.0"
@@ -97,6 +97,7 @@ __all__ = [
     "next_target",
     "plan",
     "predict",
+    "profile",
     "same_model",
     "save_checkpoint",
     "schemes",
@@ -148,6 +149,7 @@ _LATE = {
     "next_target": "api.loss_sum",
     "plan": "verbs",
     "predict": "verbs",
+    "profile": "verbs",
     "same_model": "verification.same_model",
     "save_checkpoint": "checkpoints",
     "sum_over_copies": "api.counters",

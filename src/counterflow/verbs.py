@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError
+from .execution import Execution
 from .planning.inputs import input_files
 from .planning.inputs.cluster import Cluster
 from .planning.inputs.model import Model
@@ -27,7 +28,8 @@ from .schedule.ir import OptionValue, Schedule
 if TYPE_CHECKING:
     from torch import nn
 
-    from .execution import Batching, Execution
+    from .execution import Batching
+    from .measure.model_profile import Measurement
     from .runtime.mini_batch.loss_output import LossFunction
     from .runtime.parameters.optimizers import MakeOptimizer, MakeScheduler
     from .training import Callback, RunConfig
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def plan(
-    model: Model | Path | str | None = None,
+    model: Model | Measurement | Path | str | None = None,
     profile: Profile | Path | str | None = None,
     cluster: Cluster | Path | str | None = None,
     mini_batch: int | None = None,
@@ -50,7 +52,8 @@ def plan(
     """Find the best scheme, depth, width, micro-batch and recomputation for a model on a cluster.
 
     Args:
-        model: what is trained, as a record or a TOML file.
+        model: what is trained, as a record or a TOML file; or the result of ``profile``, with which profile
+            and cluster are given, too.
         profile: costs of its layers on a device, as a record or a TOML file.
         cluster: the devices and their links, as a record or a TOML file.
         mini_batch: samples of one update, over all replicas.
@@ -71,6 +74,11 @@ def plan(
     >>> found.best[0].play.configuration.scheme
     'chimera'
     """
+    if model is not None and not isinstance(model, Model | Path | str):
+        if profile is not None:
+            raise ConfigError("profile: given in addition to a measurement, which has one; leave it out")
+        profile, cluster = model.profile, cluster or model.cluster
+        model = model.model
     options = {
         "model": _record(model, input_files.load_model),
         "profile": _record(profile, input_files.load_profile),
@@ -109,15 +117,16 @@ def profile(
     execution: Execution | None = None,
     name: str | None = None,
     progress: Callable[[str, int, int], None] | None = None,
-) -> Measured:
+) -> Measurement:
     """Measure the layers of any model on this machine, and the links between its workers, for ``plan``.
 
-    Layers are timed in training steps; equal layers are measured together. Under torchrun all workers
-    measure, on all machines.
+    Layers are timed in training steps of all workers at the same time; of equal layers in a row one is
+    measured. Workers are processes, so a script calls this under ``if __name__ == "__main__":``. Under
+    torchrun all workers call it and measure, on all machines.
 
     Args:
         model: any module, whose layers are found; an ``nn.Sequential``, or a list of layers. It is copied,
-            and stays as it is.
+            and stays as it is. On the meta device it needs no memory; each measured layer gets any weights.
         loss: loss function of the model's output and the targets, as of ``Pipeline``.
         example: a mini-batch, inputs and targets as in ``Pipeline.step``, with the samples in dimension 0;
             mini-batches of other sizes repeat its samples.
@@ -136,17 +145,17 @@ def profile(
 
     Raises:
         ConfigError: layers cannot be found, the example does not fit, or a size is below 1.
+        WorkerError: a worker failed.
     """
-    from .measure.model_profile import Description, measure_model  # noqa: PLC0415 - slow
-    from .measure.user_model import subject_of_model  # noqa: PLC0415 - slow
+    from .measure.model_profile import Description, measure_model  # noqa: PLC0415 - torch takes seconds
+    from .measure.user_model import DEFAULT_OPTIMIZER, UserModel  # noqa: PLC0415
 
-    subject = subject_of_model(
-        model, loss, example, optimizer=optimizer, list_layers=list_layers, execution=execution
+    source = UserModel(
+        model, loss, example, optimizer or DEFAULT_OPTIMIZER, list_layers, execution or Execution()
     )
-    maker = type(subject.optimizer(list(subject.layers[0].parameters()) or [_parameter()])).__name__
     return measure_model(
-        subject,
-        Description(name or type(model).__name__, maker, "cf.profile"),
+        source,
+        Description(name or type(model).__name__, source.optimizer_name, "cf.profile"),
         sizes=sizes,
         workers=workers,
         threads=threads,

@@ -75,6 +75,8 @@ ELSEWHERE = {
         *("counterflow plan", "counterflow train"),
     ],
     "docs/long-contexts.md": ["python contexts.py", "torchrun --nproc-per-node 4 contexts.py"],
+    # by tests/docs/test_plan_your_own_model.py
+    "docs/plan-your-own-model.md": ["counterflow profile own.py:make_model", "counterflow plan --model"],
     # by tests/docs/test_transformers_trainer.py, which takes it from the page
     "docs/transformers-trainer.md": ["torchrun --standalone --nproc-per-node 2 tune.py"],
 }

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from counterflow.measure.layer_costs import assembled, kinds_of
+from counterflow.measure.equal_layers import kinds_of
+from counterflow.measure.layer_costs import assembled
 from counterflow.measure.layer_times import bytes_of
 from counterflow.measure.stages.allocations import allocated
 from counterflow.measure.stages.timing import measure_stages

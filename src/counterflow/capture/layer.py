@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Protocol, Self
 
 import torch
@@ -20,6 +21,9 @@ from counterflow.errors import ConfigError
 from .example_call import Call, Example
 from .placeholders import Around, Member, OfDtype, Ref, Size, Template
 from .record import RecordedCall
+
+_NO_FORWARD = nn.Module.forward, nn.Sequential.forward
+"""Forwards of modules that only contain others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +151,10 @@ class CapturedLayer(nn.Module):
             self._add(path, model.get_submodule(path))
         for name, tensor in tensors.items():
             self._hold(name, tensor)
+        self.class_name = self._class_name(model)
+        """Class of the block whose forward calls all the steps; of the first module with weights if there is
+        no such block.
+        """
 
     def _add(self, path: str, module: nn.Module) -> None:
         local = self._local[path] = self._unused(path)
@@ -181,12 +189,24 @@ class CapturedLayer(nn.Module):
         """Names of the classes and functions that the layer calls in training, in order: equal for equal
         blocks.
         """
-        called = (self.get_submodule(self._local[s.module]) if s.module is not None else s.function
-                  for s in self._parts[0].steps)
-        return tuple(
-            type(each).__name__ if isinstance(each, nn.Module) else getattr(each, "__name__", str(each))
-            for each in called
+        called = (
+            step.function if step.module is None else type(self.module_at(step.module))
+            for step in self._parts[0].steps
         )
+        return tuple(getattr(function, "__name__", str(function)) for function in called)
+
+    def _class_name(self, model: nn.Module) -> str:
+        steps = self._parts[0].steps
+        modules = [self.module_at(step.module) for step in steps if step.module is not None]
+        paths = [step.inside.split(".") for step in steps if step.inside]
+        names = zip(*paths, strict=False) if len(modules) > 1 and len(paths) == len(steps) else ()
+        prefix = [level[0] for level in takewhile(lambda level: len({*level}) == 1, names)]
+        if prefix:
+            block = model.get_submodule(".".join(prefix))
+            if type(block).forward not in _NO_FORWARD:
+                return type(block).__name__
+        named = [module for module in modules if next(module.parameters(), None) is not None]
+        return type(named[0]).__name__ if named else "function"
 
     @property
     def differentiates(self) -> bool:

@@ -5,7 +5,6 @@ Layers of one class whose weights have the same shapes are of one kind; its numb
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,22 +12,25 @@ from typing import Any
 
 from torch import nn
 
-from counterflow.capture.layer import CapturedLayer
 from counterflow.common.tensors.dtypes import sum_dtype
 from counterflow.planning.inputs.layer_parts import Contexts
 from counterflow.planning.inputs.model import LayerSkip, LayerTie
 from counterflow.planning.inputs.profile import CURVES, LayerProfile, Profile
 
+from .equal_layers import kinds_of
 from .layer_times import AtLengths, AtSize
 from .routed_experts import experts_of
 from .sequences import Growth
 
 
 def assembled(
-    layers: Sequence[nn.Module], by_size: Sequence[AtSize], at_lengths: AtLengths | None = None
+    layers: Sequence[nn.Module],
+    by_size: Sequence[AtSize],
+    at_lengths: AtLengths | None = None,
+    kinds: Sequence[str] | None = None,
 ) -> Profile:
-    """A profile of measured layers and updates, and nothing else."""
-    kinds = kinds_of(layers)
+    """A profile of measured layers and updates, and nothing else; ``kinds`` by default as ``kinds_of``."""
+    kinds = kinds or kinds_of(layers)
     update = by_size[-1].update
     return Profile(
         name="",
@@ -121,39 +123,3 @@ def ties_of(layers: Sequence[nn.Module]) -> tuple[LayerTie, ...]:
         for shared, numbers in having.values()
         if len(numbers) > 1
     )
-
-
-_WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
-"""Beginning of a word in a class's name."""
-
-
-def _class_of(layer: nn.Module) -> tuple[str, tuple[str, ...]]:
-    """Name of a layer's class, and the steps of a captured layer."""
-    if not isinstance(layer, CapturedLayer):
-        return type(layer).__name__, tuple(name for name, _ in layer.named_parameters())
-    modules = [module for module in layer.children() if next(module.parameters(), None) is not None]
-    steps = layer.structure
-    return (type(modules[0]).__name__ if modules else (steps or ("function",))[0]), steps
-
-
-def kinds_of(layers: Sequence[nn.Module]) -> list[str]:
-    """Kind of each layer: its class, and a number if weights of a class differ in shape or are frozen.
-
-    The class of a captured layer is that of its first module with weights; its steps distinguish it, too.
-
-    >>> kinds_of([nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2), nn.Linear(2, 1)])
-    ['linear', 'layer-norm', 'linear', 'linear-2']
-    """
-    known: dict[str, list[tuple[object, ...]]] = {}
-    kinds = []
-    for layer in layers:
-        name, steps = _class_of(layer)
-        name = _WORDS.sub("-", name).lower()
-        weights = [(tuple(value.shape), value.requires_grad) for value in layer.parameters()]
-        shapes = (*steps, *weights)
-        of_class = known.setdefault(name, [])
-        if shapes not in of_class:
-            of_class.append(shapes)
-        number = of_class.index(shapes) + 1
-        kinds.append(name if number == 1 else f"{name}-{number}")
-    return kinds

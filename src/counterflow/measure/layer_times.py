@@ -41,12 +41,14 @@ class Subject:
     """The subject of a measurement; every process gets a copy of it.
 
     Attributes:
-        layers: the model; on the meta device weights are made by ``reset_parameters``.
+        layers: the model; on the meta device weights are made by ``reset_parameters``. Several pipelines are
+            made of copies of it, and train these.
         loss: function of the model's output and targets that returns the mean loss over the samples.
         optimizer: function that makes an optimiser of parameters.
         batch: function that makes inputs and targets of a number of samples.
         seed: seed of weights and random draws.
         execution: how the pipeline executes it.
+        fills_meta: True if layers on the meta device are measured with any values.
     """
 
     layers: list[nn.Module]
@@ -55,6 +57,16 @@ class Subject:
     batch: Callable[[int], tuple[Any, Any]]
     seed: int
     execution: Execution
+    fills_meta: bool = False
+
+
+SubjectSource = Callable[[], Subject]
+"""Function that makes a subject, which each worker calls; it can be pickled."""
+
+
+def same(subject: Subject) -> Subject:
+    """The subject itself: with ``partial``, the source of a subject that can be pickled."""
+    return subject
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,7 +364,7 @@ def _by_layer(layers: int, micro_batches: int, slices: int = 1) -> Schedule:
 
 def _pipeline(subject: Subject, schedule: Schedule, transport: Transport | None = None) -> Pipeline:
     return Pipeline(
-        copy.deepcopy(subject.layers),  # several pipelines are timed in turns, and train their own
+        copy.deepcopy(subject.layers),
         subject.loss,
         schedule,
         optimizer=subject.optimizer,

@@ -10,18 +10,18 @@ import platform
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-from torch.utils import _pytree as pytree
-
 from counterflow.errors import ConfigError
-from counterflow.planning import Cluster, Model, Profile
+from counterflow.planning.inputs import input_files
+from counterflow.planning.inputs.cluster import Cluster
+from counterflow.planning.inputs.model import Model
+from counterflow.planning.inputs.profile import Profile
 
 from .cluster_costs import cluster_of
-from .layer_costs import assembled, kinds_of, skips_of, ties_of
-from .layer_times import AtLengths, AtSize, Subject
+from .layer_costs import skips_of
+from .layer_times import AtSize, SubjectSource
 from .links import Travel
 from .machine import device_name
 from .measuring_progress import Progress
@@ -29,6 +29,9 @@ from .survey import survey
 
 SIZES = (1, 2, 4, 8, 16, 32)
 """Default samples of the micro-batches with which layers are measured."""
+
+INPUTS = "model", "profile", "cluster"
+"""Names of the planner's inputs, and of their files."""
 
 _SHARES = (
     "attention_share, fixed_share: from steps with sequences as long, half and a quarter as long; samples of "
@@ -38,7 +41,7 @@ _SHARES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Measurement:
     """A model on a machine, ready to be planned.
 
     Attributes:
@@ -56,6 +59,18 @@ class Measured:
     messages: tuple[Travel, ...]
     allreduces: tuple[Travel, ...]
     between: tuple[tuple[Travel, ...], tuple[Travel, ...]] = ((), ())
+
+    def save(self, folder: Path | str) -> dict[str, Path]:
+        """Write ``model.toml``, ``profile.toml`` and ``cluster.toml`` into a folder, made if it is not there.
+
+        Returns:
+            The paths, by ``model``, ``profile`` and ``cluster``.
+        """
+        paths = {name: Path(folder) / f"{name}.toml" for name in INPUTS}
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        for name, path in paths.items():
+            path.write_text(input_files.dumps(getattr(self, name)), encoding="utf-8")
+        return paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +93,7 @@ class Description:
 
 
 def measure_model(
-    subject: Subject,
+    source: SubjectSource,
     description: Description,
     *,
     sizes: Sequence[int] = SIZES,
@@ -86,11 +101,11 @@ def measure_model(
     threads: int | None = None,
     repeats: int = 5,
     progress: Progress = lambda *_: None,
-) -> Measured:
+) -> Measurement:
     """Measure a model on this machine; under torchrun on all machines.
 
     Args:
-        subject: layers, loss, optimizer and samples.
+        source: function that makes layers, loss, optimizer and samples; each worker calls it.
         description: words about it.
         sizes: samples of a micro-batch, each 1 or more.
         workers: number of workers of this machine as a node of the cluster; None: one per GPU, or one per
@@ -105,37 +120,35 @@ def measure_model(
     sizes = sorted(set(sizes))
     if not sizes or sizes[0] < 1:
         raise ConfigError(f"sizes = {list(sizes)}: give one size of a micro-batch or more, each 1 or more")
-    measured = survey(
-        subject, sizes, workers=workers, threads=threads, repeats=repeats, progress=progress
-    )
+    measured = survey(source, sizes, workers=workers, threads=threads, repeats=repeats, progress=progress)
     by_size = measured.by_size
     profile = profile_of(
-        subject.layers,
+        measured.layers,
         device_name(measured.device, measured.threads),
         by_size,
         measured.gap_seconds,
         measured.around_seconds,
         how=f"measured, median of {repeats}",
         optimizer=description.optimizer,
-        at_lengths=measured.at_lengths,
+        sliced=measured.at_lengths is not None,
     )
-    inputs, _ = subject.batch(1)
+    chain = measured.chain
     model = Model(
         name=description.name,
-        layers=tuple(kinds_of(subject.layers)),
+        layers=chain.kinds,
         optimizer_states=round(by_size[-1].update.states, 3),
-        input_bytes=float(sum(t.nbytes for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor))),
+        input_bytes=chain.input_bytes,
         train=dict(description.train),
         source=description.source,
         config=dict(description.config),
         skips=skips_of(by_size[-1]),
-        ties=ties_of(subject.layers),
+        ties=chain.ties,
     )
-    return Measured(model, profile, cluster_of(measured), *measured.inside, measured.between)
+    return Measurement(model, profile, cluster_of(measured), *measured.inside, measured.between)
 
 
 def profile_of(
-    layers: Sequence[nn.Module],
+    layers: Profile,
     machine: str,
     by_size: Sequence[AtSize],
     gap: float,
@@ -143,24 +156,24 @@ def profile_of(
     *,
     how: str,
     optimizer: str,
-    at_lengths: AtLengths | None = None,
+    sliced: bool = False,
 ) -> Profile:
     """The profile of a model's layers.
 
     Args:
-        layers: layers of the model.
+        layers: costs of its layers, as ``assembled``.
         machine: name of the machine, in words.
         by_size: costs of layers at each size of micro-batches.
         gap: seconds between two ops.
         around: seconds of a step in addition to its ops and the optimizer.
         how: how times were measured.
         optimizer: name of the optimizer.
-        at_lengths: costs of layers at shorter sequences; None: not measured.
+        sliced: True if layers were also measured at shorter sequences.
     """
     today = dt.date.today().isoformat()
-    sources = {} if at_lengths is None else {"shares": _SHARES.format(size=by_size[0].size)}
+    sources = {"shares": _SHARES.format(size=by_size[0].size)} if sliced else {}
     return replace(
-        assembled(layers, by_size, at_lengths),
+        layers,
         name=f"{platform.node() or 'this machine'}, {today}",
         machine=machine,
         date=today,
@@ -168,7 +181,8 @@ def profile_of(
         op_overhead_seconds=gap + statistics.median(cost.overhead_seconds for cost in by_size),
         step_overhead_seconds=around,
         sources={
-            "layers": f"{how}; layers of one kind: median over them; halves of split backwards in proportion",
+            "layers": f"{how}; of equal layers in a row one, of others of a kind the median; "
+            "halves of split backwards in proportion",
             "update_seconds_per_byte": f"{optimizer}: measured, median",
             "op_overhead_seconds": "measured: time between two ops, and what a stage adds to its layers",
             "step_overhead_seconds": "measured: a step without its ops and the optimiser",

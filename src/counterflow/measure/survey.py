@@ -16,11 +16,14 @@ from typing import Any
 import torch
 
 from counterflow.errors import ConfigError
+from counterflow.planning.inputs.profile import Profile
 from counterflow.runtime.transport.kinds import GLOO, LOCAL, NCCL
 from counterflow.runtime.workers.launch import launch
 from counterflow.runtime.workers.world import RankInfo, current_transport, rank_info
 
-from .layer_times import AtLengths, AtSize, LayerTimer, LengthTimer, StepTimer, Subject, timed
+from .layer_chain import LayerChain
+from .layer_costs import assembled
+from .layer_times import AtLengths, AtSize, LayerTimer, LengthTimer, StepTimer, SubjectSource, timed
 from .links import Travel, measure_links
 from .machine import cores
 from .measuring_progress import Progress, reported
@@ -44,6 +47,8 @@ class Survey:
         inside: messages and all-reduces of two workers of one node; empty if there is one worker.
         between: those of two workers on different nodes; empty if there is one node.
         at_lengths: costs of layers at shorter sequences; None if the model has none that slices divide.
+        chain: the layers, and those of them that were measured.
+        layers: costs of each kind of layer.
     """
 
     device: str
@@ -51,6 +56,8 @@ class Survey:
     workers: int
     threads: int
     by_size: list[AtSize]
+    chain: LayerChain
+    layers: Profile
     gap_seconds: float
     around_seconds: float
     inside: _Travels = ((), ())
@@ -59,7 +66,7 @@ class Survey:
 
 
 def survey(
-    subject: Subject,
+    source: SubjectSource,
     sizes: Sequence[int],
     *,
     workers: int | None,
@@ -70,7 +77,7 @@ def survey(
     """Measure a model's layers on this machine, and its links; under torchrun on all machines.
 
     Args:
-        subject: the subject of the measurement.
+        source: function that makes the subject of the measurement; each worker calls it.
         sizes: samples of a micro-batch, ascending.
         workers: workers of this machine; None: one per GPU, or one per core.
         threads: threads of each worker; None: the cores divided by the workers.
@@ -94,18 +101,18 @@ def survey(
         if placed is not None:
             current_transport(carrier.name, device=device)
             torch.set_num_threads(threads)
-            measured = _measured(subject, sizes, repeats, done, pairs=_pairs(here, nodes))
+            measured = _measured(source, sizes, repeats, done, pairs=_pairs(here, nodes))
         else:
             # One launch for all: a worker takes seconds to start, and more for a model of transformers.
             alone = _pairs(here, 1) if here == 2 else ()
-            measured = run(_measured, subject, sizes, repeats, done, pairs=alone, workers=here)[0]
+            measured = run(_measured, source, sizes, repeats, done, pairs=alone, workers=here)[0]
             if here > 2:
                 links = [run(measure_links, repeats, (0, 1), workers=2)[0]]
                 measured = (*measured[:-1], links)
-    by_size, lengths, steps, links = measured
+    chain, layers, by_size, lengths, steps, links = measured
     inside = links[0] if here > 1 else ((), ())
     between = links[-1] if nodes > 1 else ((), ())
-    return Survey(device, nodes, here, threads, by_size, *steps, inside, between, lengths)
+    return Survey(device, nodes, here, threads, by_size, chain, layers, *steps, inside, between, lengths)
 
 
 def _pairs(here: int, nodes: int) -> tuple[tuple[int, int], ...]:
@@ -126,17 +133,17 @@ def _workers_of_each_node(placed: RankInfo, wanted: int | None) -> int:
 
 
 def _measured(
-    subject: Subject,
+    source: SubjectSource,
     sizes: Sequence[int],
     repeats: int,
     done: Path,
     *,
     pairs: Sequence[tuple[int, int]],
-) -> tuple[list[AtSize], AtLengths | None, tuple[float, float], list[_Travels]]:
+) -> tuple[LayerChain, Profile, list[AtSize], AtLengths | None, tuple[float, float], list[_Travels]]:
     """Run all measurements on a worker: layers at all sizes and at some lengths, steps, and links.
 
     Args:
-        subject: the subject of the measurement.
+        source: function that makes the subject of the measurement.
         sizes: samples of a micro-batch.
         repeats: number of measurements.
         done: file that gets a byte whenever a part is done.
@@ -149,7 +156,11 @@ def _measured(
                 file.write(b".")
         return what
 
+    model = source()
+    chain = LayerChain.of(model)
+    subject = chain.subject(model)
     by_size = [finished(timed(LayerTimer, subject, size, repeats)) for size in sizes]
     lengths = finished(timed(LengthTimer, subject, sizes[0], repeats))
     steps = finished(timed(StepTimer, subject, sizes[len(sizes) // 2], repeats))
-    return by_size, lengths, steps, [measure_links(repeats, pair) for pair in pairs]
+    layers = assembled(subject.layers, by_size, lengths, chain.measured_kinds)
+    return chain, layers, by_size, lengths, steps, [measure_links(repeats, pair) for pair in pairs]

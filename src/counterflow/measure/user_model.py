@@ -1,9 +1,12 @@
-"""A user's model as the subject of a measurement: its layers, and mini-batches made of an example."""
+"""A user's model as the subject of a measurement: its layers, and mini-batches made of an example.
+
+Invariant: a model or its file can be pickled; layers are found on each worker, as steps of a forward cannot.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,6 +22,9 @@ from counterflow.runtime.mini_batch.samples import samples_in
 from counterflow.runtime.parameters.optimizers import MakeOptimizer
 
 from .layer_times import Subject
+
+DEFAULT_OPTIMIZER: MakeOptimizer = partial(torch.optim.AdamW, lr=0.001)
+"""Optimizer of a model that comes without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,45 +51,73 @@ class RepeatedSamples:
         return batch
 
 
-def subject_of_model(
-    model: Model,
-    loss: Callable[[Any, Any], Any],
-    example: tuple[Any, Any],
-    *,
-    optimizer: MakeOptimizer | None = None,
-    list_layers: Callable[[nn.Module], Sequence[nn.Module]] | None = None,
-    execution: Execution | None = None,
-    seed: int = 0,
-) -> Subject:
-    """The subject of a measurement of a user's model.
+@dataclass(frozen=True, slots=True)
+class UserModel:
+    """A user's model, and what it is trained with.
 
-    Args:
-        model: any module, an ``nn.Sequential``, or a list of layers; it is copied.
+    Attributes:
+        model: any module, an ``nn.Sequential``, or a list of layers; on the meta device it is measured with
+            any weights.
         loss: loss function, as of ``Pipeline``.
         example: a mini-batch, inputs and targets as in ``Pipeline.step``, with the samples in dimension 0.
-        optimizer: function that makes an optimizer of parameters; None: AdamW.
+        optimizer: function that makes an optimizer of parameters.
         list_layers: function that lists the layers of a module; None: they are found.
         execution: options of the run, of which precision and compilation are measured.
         seed: seed of random draws.
 
     Raises:
-        ConfigError: the example is no pair, has no samples, or layers cannot be found.
+        ConfigError: the example is no pair, or has no samples.
     """
-    if not isinstance(example, tuple) or len(example) != 2:
-        raise ConfigError(
-            "example: give a mini-batch, inputs and targets: (tokens, labels), or ((x, y), labels) for a model "
-            "of two inputs"
+
+    model: Model
+    loss: Callable[[Any, Any], Any]
+    example: tuple[Any, Any]
+    optimizer: MakeOptimizer = DEFAULT_OPTIMIZER
+    list_layers: Callable[[nn.Module], Sequence[nn.Module]] | None = None
+    execution: Execution = field(default_factory=Execution)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.example, tuple) or len(self.example) != 2:
+            raise ConfigError(
+                f"example is a {type(self.example).__name__}: give a mini-batch, inputs and targets: "
+                "(tokens, labels), or ((x, y), labels) for a model of two inputs"
+            )
+        _ = self.samples
+
+    @property
+    def samples(self) -> int:
+        """Number of samples of the example."""
+        return samples_in(self.example[0], 0)
+
+    @property
+    def optimizer_name(self) -> str:
+        """Class of the optimizer."""
+        return type(self.optimizer([nn.Parameter(torch.zeros(1, 1))])).__name__
+
+    def __call__(self) -> Subject:
+        """The subject of a measurement.
+
+        Raises:
+            ConfigError: layers cannot be found.
+        """
+        return Subject(
+            layers=self._layers(),
+            loss=self.loss,
+            optimizer=self.optimizer,
+            batch=RepeatedSamples(self.example, self.samples),
+            seed=self.seed,
+            execution=Execution(
+                autocast=self.execution.autocast,
+                compute_dtype=self.execution.compute_dtype,
+                compile=self.execution.compile,
+                digest_every=0,
+            ),
+            fills_meta=True,
         )
-    samples = samples_in(example[0], 0)
-    if isinstance(model, nn.Module) and list_layers is None and not isinstance(model, nn.Sequential | nn.ModuleList):
-        layers: list[nn.Module] = [*captured_layers(model, example[0])]
-    else:
-        layers = layers_of(model, list_layers)
-    return Subject(
-        layers=layers,
-        loss=loss,
-        optimizer=optimizer or partial(torch.optim.AdamW, lr=0.001),
-        batch=RepeatedSamples(example, samples),
-        seed=seed,
-        execution=(execution or Execution()).but(digest_every=0),
-    )
+
+    def _layers(self) -> list[nn.Module]:
+        listed = self.list_layers is not None or isinstance(self.model, nn.Sequential | nn.ModuleList)
+        if listed or not isinstance(self.model, nn.Module):
+            return layers_of(self.model, self.list_layers)
+        return [*captured_layers(self.model, self.example[0])]

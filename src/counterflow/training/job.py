@@ -22,7 +22,7 @@ from counterflow.capture.model_layers import layers_of, parameter_count
 from counterflow.checkpoints.memory_copies import ResumePoint
 from counterflow.checkpoints.reader import Checkpoint
 from counterflow.errors import ConfigError
-from counterflow.measure.layer_costs import kinds_of
+from counterflow.measure.equal_layers import kinds_of
 from counterflow.measure.machine import cores
 from counterflow.program.runnable import refuse_what_cannot_run
 from counterflow.program.segments import segments

@@ -10,9 +10,10 @@ from pydantic import BeforeValidator
 
 from counterflow.common.json_models import Result
 from counterflow.execution import Execution
-from counterflow.measure.layer_times import Subject
+from counterflow.measure.layer_times import Subject, same
 from counterflow.measure.measuring_progress import Progress
-from counterflow.measure.model_profile import SIZES, Description, Measured, measure_model
+from counterflow.measure.model_file import ModelFile
+from counterflow.measure.model_profile import SIZES, Description, Measurement, measure_model
 from counterflow.planning.inputs import input_files
 
 from .config import RunConfig
@@ -37,7 +38,7 @@ def measure(
     workers: int | None = None,
     repeats: int = 5,
     progress: Progress = lambda *_: None,
-) -> Measured:
+) -> Measurement:
     """Measure a config's model and this machine.
 
     Args:
@@ -60,7 +61,7 @@ def measure(
         config=carried_tables(config),
     )
     return measure_model(
-        subject_of(job),
+        partial(same, subject_of(job)),
         description,
         sizes=sizes,
         workers=workers,
@@ -68,6 +69,38 @@ def measure(
         repeats=repeats,
         progress=progress,
     )
+
+
+def measure_file(
+    file: ModelFile,
+    *,
+    sizes: Sequence[int] = SIZES,
+    workers: int | None = None,
+    repeats: int = 5,
+    progress: Progress = lambda *_: None,
+) -> tuple[Measurement, int]:
+    """Measure the model of a Python file on this machine.
+
+    Args:
+        file: the file.
+        sizes: as of ``measure``.
+        workers: as of ``measure``.
+        repeats: as of ``measure``.
+        progress: as of ``measure``.
+
+    Returns:
+        The measurement, and the number of samples of the example.
+
+    Raises:
+        ConfigError: the file does not make a model, layers cannot be found, or sizes are as ``measure``
+            refuses them.
+    """
+    model = file.load()
+    description = Description(file.name, model.optimizer_name, "counterflow profile")
+    measurement = measure_model(
+        file, description, sizes=sizes, workers=workers, repeats=repeats, progress=progress
+    )
+    return measurement, model.samples
 
 
 def subject_of(job: Job) -> Subject:

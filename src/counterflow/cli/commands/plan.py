@@ -12,6 +12,7 @@ from counterflow.errors import ConfigError
 from counterflow.planning.by_length import AtLength, plans_by_length
 from counterflow.planning.cost.device_placement import Arrangement
 from counterflow.planning.inputs import input_files
+from counterflow.planning.inputs.model import USER_MODELS
 from counterflow.planning.orders import SYNTHESIZED, Orders, compute_orders, with_orders
 from counterflow.planning.search.constraints import Constraints
 from counterflow.planning.search.search import search
@@ -160,6 +161,8 @@ def plan(
         print_plans(task, result, explained, output.top, orders=orders, by_length=by_length)
     if out is not None:
         _note_written(best, out, written)
+    elif task.model.source in USER_MODELS and not task.model.train:
+        _note_call(best)
 
 
 def _print_layout(best: Plan) -> None:
@@ -177,6 +180,20 @@ def _print_layout(best: Plan) -> None:
             f"{schedule.scheme} places stages in its own way; Megatron-LM places stage k on rank k % "
             f"{schedule.workers}, so there the same stages are another pipeline"
         )
+
+
+def _note_call(best: Plan) -> None:
+    """Tell how a user's own model runs the plan."""
+    options = best.pipeline_options
+    schedule = options.pop("schedule")
+    named = "".join(f", {name}={value!r}" for name, value in options.items())
+    plan = best.play.configuration
+    workers = best.play.schedule.workers * plan.replicas
+    shown = repr(schedule) if isinstance(schedule, str) else "schedule"
+    note(
+        f"Run it on {workers} worker{'s' * (workers != 1)}: cf.Pipeline(model, loss, {shown}{named}, "
+        "example=inputs, optimizer=optimizer)"
+    )
 
 
 def _note_written(best: Plan, out: Path, order: Path | None) -> None:

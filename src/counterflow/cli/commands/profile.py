@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,22 +15,24 @@ from ..options.flags import JsonFlag
 from ..output.console import WIDE, byte_size, console, note, print_json, table_of, writing
 
 if TYPE_CHECKING:
-    from counterflow.measure.model_profile import Measured
-
-NAMES = ("model", "profile", "cluster")
+    from counterflow.measure.model_profile import Measurement
+    from counterflow.training import RunConfig
 
 
 def profile(
-    config: Annotated[
-        Path | None,
+    subject: Annotated[
+        str | None,
         typer.Argument(
-            metavar="CONFIG.toml", help="Config of the model to measure. Default: the built-in example."
+            metavar="SUBJECT",
+            help="Model to measure: CONFIG.toml; FILE.py:FUNCTION, a function that returns model, loss and "
+            "(inputs, targets), by default make_model; or a folder of transformers. Default: the built-in "
+            "example.",
         ),
     ] = None,
     *,
     sets: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a key; may be repeated."),
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a key of a config; may be repeated."),
     ] = None,
     sizes: Annotated[
         str | None,
@@ -50,39 +52,53 @@ def profile(
 ) -> None:
     """Measure layers against micro-batch size, messages and all-reduces, for 'plan' to choose with.
 
-    Under torchrun all workers measure, on all nodes, links between nodes too; the first writes.
+    Of equal layers in a row one is measured. Under torchrun all workers measure, on all nodes, links between
+    nodes too; the first writes.
     """
-    from counterflow.planning.inputs import input_files
-    from counterflow.runtime.workers.world import rank_info
-    from counterflow.training import load_config
+    from counterflow.measure.model_file import ModelFile
     from counterflow.measure.model_profile import SIZES
-    from counterflow.training.profiling import Profiled, measure
+    from counterflow.runtime.workers.world import rank_info
+    from counterflow.training.profiling import Profiled, measure, measure_file
 
-    resolved = load_config(config, sets or ())
     placed = rank_info()
     first = placed is None or placed.rank == 0
+    file = None if subject is None else ModelFile.parse(subject)
+    if file is not None and sets:
+        raise ConfigError(f"--set {sets[0]}: {subject} has no keys; change the function")
+    options: dict[str, Any] = {
+        "sizes": SIZES if sizes is None else _numbers(sizes),
+        "workers": workers,
+        "repeats": repeats,
+    }
     with _progress(shown=first and not as_json) as report:
-        measured = measure(
-            resolved,
-            sizes=SIZES if sizes is None else _numbers(sizes),
-            workers=workers,
-            repeats=repeats,
-            progress=report,
-        )
+        if file is not None:
+            measurement, samples = measure_file(file, **options, progress=report)
+        else:
+            config = _config(subject, sets or ())
+            measurement, samples = measure(config, **options, progress=report), config.train.samples
     if not first:
         return
     with writing(out):
-        out.mkdir(parents=True, exist_ok=True)
-    for name in NAMES:
-        path = out / f"{name}.toml"
-        with writing(path):
-            path.write_text(input_files.dumps(getattr(measured, name)), encoding="utf-8")
+        paths = measurement.save(out)
     if as_json:
-        print_json(Profiled.model_validate(measured))
+        print_json(Profiled.model_validate(measurement))
     else:
-        _print(measured)
-    flags = " ".join(f"--{name} {out / f'{name}.toml'}" for name in NAMES)
-    note(f"Plan with it: counterflow plan {flags} --mini-batch {resolved.train.samples} --out plan.toml")
+        _print(measurement)
+    flags = " ".join(f"--{name} {path}" for name, path in paths.items())
+    plan = f"counterflow plan {flags} --mini-batch {samples}"
+    note(f"Plan with it: {plan}{' --out plan.toml' if file is None else ''}")
+
+
+def _config(subject: str | None, sets: Sequence[str]) -> RunConfig:
+    """The config that a file or a folder of transformers is, with changes."""
+    from counterflow.common import toml
+    from counterflow.training import load_config
+
+    if subject is not None and Path(subject).is_dir():
+        return load_config(
+            None, ['model.kind="huggingface"', f"model.path={toml.dumps(str(Path(subject)))}", *sets]
+        )
+    return load_config(subject, sets)
 
 
 def _numbers(text: str) -> list[int]:
@@ -110,7 +126,7 @@ def _progress(*, shown: bool) -> Iterator[Callable[[str, int, int], None]]:
         yield report
 
 
-def _print(measured: Measured) -> None:
+def _print(measured: Measurement) -> None:
     from rich.text import Text
 
     from counterflow.drawing.time_units import time_unit
@@ -154,7 +170,7 @@ def _print(measured: Measured) -> None:
     )
     memory = byte_size(cluster.memory_bytes)
     out.print(
-        f"{cluster.devices} workers of {memory} each"
+        (f"{cluster.devices} workers of {memory} each" if cluster.devices > 1 else f"1 worker of {memory}")
         + (f" on {cluster.cores} cores" if cluster.cores else "")
     )
     for some in cluster.kinds:

@@ -18,6 +18,9 @@ from .cluster import require_number
 MTP = "mtp"
 """What a layer for multi-token prediction is called."""
 
+USER_MODELS = "cf.profile", "counterflow profile"
+"""Sources of models that were measured."""
+
 TrainValue = str | int | float | bool
 ConfigValue = TrainValue | list[float] | list[str]
 

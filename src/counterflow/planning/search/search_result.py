@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from counterflow.common.html import titled
+from counterflow.schedule import registry
+from counterflow.schedule.modes import Recompute, Sync
 
 from ..inputs.cluster import Cluster
 from ..play import Play
@@ -41,6 +44,28 @@ class Plan:
     def prediction(self) -> Prediction:
         """The prediction as a record."""
         return self.play.prediction()
+
+    @property
+    def pipeline_options(self) -> dict[str, Any]:
+        """Keyword arguments of ``Pipeline`` with which it runs the plan: schedule, cuts, and others that
+        differ from their defaults.
+        """
+        plan = self.play.configuration
+        options: dict[str, Any] = {
+            "schedule": self.play.schedule if registry.find(plan.scheme) is None else _text(plan),
+            "cuts": list(self.play.stages.cuts),
+        }
+        if plan.recompute is not Recompute.NONE:
+            options["recompute"] = plan.recompute.value
+        if plan.replicas > 1 and plan.sync is not Sync.EAGER_OPT:
+            options["sync"] = plan.sync.value
+        if plan.zero_stage:
+            options["zero_stage"] = plan.zero_stage
+        return options
+
+
+def _text(plan: Configuration) -> str:
+    return f"{plan.scheme}({', '.join(f'{name}={value}' for name, value in plan.options)})"
 
 
 @dataclass(frozen=True, slots=True)

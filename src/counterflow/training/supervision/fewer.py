@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from counterflow.errors import ConfigError, PlanError
-from counterflow.measure.layer_costs import kinds_of
+from counterflow.measure.equal_layers import kinds_of
 from counterflow.measure.machine import cores, memory_bytes
 from counterflow.planning import Cluster, LayerProfile, Link, Model, Profile
 from counterflow.planning.cost.device_placement import Arrangement

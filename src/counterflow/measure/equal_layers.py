@@ -1,0 +1,157 @@
+"""Equal layers of a model, of which one is measured: by structure, weights, and shapes at their boundaries.
+
+Invariant: layers that are left out of a measured chain follow equal ones, so the chain still fits together.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+from counterflow.api.aux_loss import added_losses
+from counterflow.api.skip import LoadSkip, SaveSkip
+from counterflow.capture.layer import CapturedLayer
+
+_LOG = logging.getLogger(__name__)
+
+_WORDS = re.compile(r"(?<=[A-Za-z0-9])(?=[A-Z][a-z])")
+"""Beginning of a word in a class's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """The value between two layers.
+
+    Attributes:
+        structure: its structure.
+        leaves: shape and dtype of each tensor, and any other value itself.
+    """
+
+    structure: str
+    leaves: tuple[Hashable, ...]
+
+    @classmethod
+    def of(cls, value: Any) -> Boundary:
+        """The boundary that a value crosses."""
+        leaves, spec = pytree.tree_flatten(value)
+        return cls(
+            str(spec), tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else str(x) for x in leaves)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """A layer's input and output, and the operations between them.
+
+    Attributes:
+        input: its input.
+        output: its output.
+        flops: operations of its forward.
+    """
+
+    input: Boundary
+    output: Boundary
+    flops: int
+
+
+def flows_of(layers: Sequence[nn.Module], inputs: Any) -> tuple[Flow, ...] | None:
+    """Inputs and outputs of layers, without memory and without computing.
+
+    Args:
+        layers: the model's layers, on any device.
+        inputs: input of the first one, as in ``Pipeline.step``.
+
+    Returns:
+        The flow of each layer; None: a layer needs the values of tensors.
+    """
+    mode, memo = FakeTensorMode(allow_non_fake_inputs=True), dict[int, Any]()
+    flows = []
+    try:
+        with mode, torch.no_grad(), added_losses():
+            for tensor in (t for layer in layers for t in (*layer.parameters(), *layer.buffers())):
+                memo.setdefault(id(tensor), _fake_of(tensor))
+            value = pytree.tree_map(lambda x: _fake_of(x) if isinstance(x, Tensor) else x, inputs)
+            for layer in (copy.deepcopy(layer, memo) for layer in layers):
+                before = Boundary.of(value)
+                with FlopCounterMode(display=False) as counter:
+                    value = layer(value)
+                flows.append(Flow(before, Boundary.of(value), counter.get_total_flops()))
+    except Exception as error:
+        _LOG.debug("layers that need values are all measured: %s", error)
+        return None
+    return tuple(flows)
+
+
+def _fake_of(tensor: Tensor) -> Tensor:
+    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return nn.Parameter(fake, requires_grad=tensor.requires_grad) if type(tensor) is nn.Parameter else fake
+
+
+def kinds_of(layers: Sequence[nn.Module], flows: Sequence[Flow] | None = None) -> list[str]:
+    """Kind of each layer: its class, and a number if layers of a class differ.
+
+    Layers differ in the shapes of weights, in frozen weights, in their inputs, outputs and operations, and
+    captured ones in their steps.
+
+    Args:
+        layers: the model's layers.
+        flows: inputs and outputs of each; None: not known.
+
+    >>> kinds_of([nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2), nn.Linear(2, 1)])
+    ['linear', 'layer-norm', 'linear', 'linear-2']
+    """
+    known: dict[str, list[tuple[object, ...]]] = {}
+    kinds = []
+    for index, layer in enumerate(layers):
+        if isinstance(layer, CapturedLayer):
+            name, steps = layer.class_name, layer.structure
+        else:
+            name, steps = type(layer).__name__, tuple(key for key, _ in layer.named_parameters())
+        name = _WORDS.sub("-", name).lower()
+        weights = tuple(
+            (tuple(value.shape), value.dtype, value.requires_grad) for value in layer.parameters()
+        )
+        traits = (steps, weights, None if flows is None else flows[index])
+        of_class = known.setdefault(name, [])
+        if traits not in of_class:
+            of_class.append(traits)
+        number = of_class.index(traits) + 1
+        kinds.append(name if number == 1 else f"{name}-{number}")
+    return kinds
+
+
+def without_repeats(kinds: Sequence[str]) -> list[int]:
+    """Places that remain of a row of kinds if a part that follows an equal one is left out.
+
+    >>> without_repeats("E B B B H".split())
+    [0, 1, 4]
+    >>> without_repeats("E A M A M A M H".split())
+    [0, 1, 2, 7]
+    >>> without_repeats("A B A".split())
+    [0, 1, 2]
+    """
+    places = list(range(len(kinds)))
+    for length in range(1, len(kinds) // 2 + 1):
+        start = 0
+        while start + 2 * length <= len(places):
+            part = [kinds[place] for place in places[start : start + 2 * length]]
+            if part[:length] == part[length:]:
+                del places[start + length : start + 2 * length]
+            else:
+                start += 1
+    return places
+
+
+def passes_values(layers: Sequence[nn.Module]) -> bool:
+    """True if layers save values for later ones, so that none can be left out."""
+    return any(isinstance(module, SaveSkip | LoadSkip) for layer in layers for module in layer.modules())

@@ -1,0 +1,90 @@
+"""The layers of a model that are measured: a chain with one of each run of equal layers.
+
+Invariant: what a profile says of layers beside their costs is that of the model, and can be pickled.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from counterflow.planning.inputs.model import LayerTie
+
+from .equal_layers import flows_of, kinds_of, passes_values, without_repeats
+from .layer_costs import ties_of
+from .layer_times import Subject
+
+_DEVIATION = 0.02
+"""Standard deviation of weights that have no values."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerChain:
+    """The layers of a model that are measured.
+
+    Attributes:
+        kinds: kind of each layer of the model.
+        places: numbers of the layers that are measured.
+        ties: weights that layers of the model share.
+        input_bytes: size of the model's input for one sample.
+    """
+
+    kinds: tuple[str, ...]
+    places: tuple[int, ...]
+    ties: tuple[LayerTie, ...]
+    input_bytes: float
+
+    @classmethod
+    def of(cls, subject: Subject) -> Self:
+        """The chain of a subject; all of its layers if they save values for later ones, or need values."""
+        inputs, _ = subject.batch(1)
+        flows = flows_of(subject.layers, subject.batch(2)[0])
+        kinds = kinds_of(subject.layers, flows)
+        skipping = flows is not None and not passes_values(subject.layers)
+        return cls(
+            tuple(kinds),
+            tuple(without_repeats(kinds) if skipping else range(len(kinds))),
+            ties_of(subject.layers),
+            float(sum(t.nbytes for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor))),
+        )
+
+    @property
+    def measured_kinds(self) -> list[str]:
+        """Kinds of the layers that are measured."""
+        return [self.kinds[place] for place in self.places]
+
+    def subject(self, subject: Subject) -> Subject:
+        """A subject with the measured layers of another one, with values if that has none."""
+        layers = [subject.layers[place] for place in self.places]
+        return replace(subject, layers=with_values(layers) if subject.fills_meta else layers)
+
+
+def with_values(layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """Copies of layers on the meta device with any weights, as costs do not depend on them.
+
+    >>> (linear,) = with_values([nn.Linear(2, 3, device="meta")])
+    >>> linear.weight.device
+    device(type='cpu')
+    """
+    memo: dict[int, Any] = {}
+    for layer in layers:
+        named = [*layer.named_parameters(), *layer.named_buffers()]
+        memo |= {id(tensor): _filled(name, tensor) for name, tensor in named if tensor.is_meta}
+    return [copy.deepcopy(layer, memo) for layer in layers] if memo else list(layers)
+
+
+def _filled(name: str, tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, nn.Parameter):
+        return torch.ones(tensor.shape, dtype=tensor.dtype)
+    values = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    if tensor.dim() > 1:
+        values.normal_(std=_DEVIATION)
+    elif name.endswith("weight"):
+        values.fill_(1)
+    return nn.Parameter(values, requires_grad=tensor.requires_grad)
