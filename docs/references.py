@@ -15,11 +15,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import counterflow as cf
 from counterflow.cli.output.results import page_sections
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "reference"
+CONVERGENCE = ROOT / "benchmarks" / "results" / "convergence.txt"
 FIGURES = ROOT / "benchmarks" / "results" / "reproduce.json"
+OTHER_FIGURES = ROOT / "tests" / "papers" / "other_figures.toml"
+MIXPIPE_ORDERS = ROOT / "benchmarks" / "results" / "mixpipe_asymmetric.txt"
 MODELS = ROOT / "tests" / "docs" / "models.toml"
 STATEMENTS = ROOT / "tests" / "papers" / "statements.toml"
 TITLES = {"chimera": "Chimera", "mixpipe": "MixPipe", "hanayo": "Hanayo", "wpipe": "WPipe"}
@@ -75,7 +79,12 @@ def figures_page() -> str:
         heads = ("figure", "quantity", "run", "published", "predicted", "difference", "verdict")
         misses = [f"* {'; '.join(dict.fromkeys(where))}: {cause}." for cause, where in causes.items()]
         parts += [f"## {title}", _table(heads, *rows), "Misses:", "\n".join(misses)]
-    return "\n\n".join(parts)
+    keys = ("paper", "figure", "about", "by")
+    others = tomllib.loads(OTHER_FIGURES.read_text(encoding="utf-8"))["rows"]
+    table = _table(
+        ("paper", "figure", "what it is of", "by"), *(tuple(row[key] for key in keys) for row in others)
+    )
+    return "\n\n".join([*parts, "## The other tables and figures", table])
 
 
 CELLS = ("quantity", "runs", "published", "predicted", "difference")
@@ -106,10 +115,76 @@ def statements_page() -> str:
     )
 
 
+PLAN_FILES = {
+    "model": "The kinds of layers, in their order.",
+    "profile": "What a layer of each kind costs on a device, by samples of a micro-batch: linear between two"
+    " sizes and above the largest; below the smallest seconds stay.",
+    "cluster": "Nodes of devices, and links on two levels.",
+    "unequal_cluster": "Where nodes differ, `[[kinds]]` say how, as many nodes in all as `nodes`. What a kind"
+    " leaves out is the cluster's; `slowness` is the time of an op by that of the profile, by default 1.",
+}
+
+
+def plan_files_page() -> str:
+    """The three files of a plan, each as an example with comments."""
+    parts = [
+        "# The three files of a plan",
+        "Keys of model.toml, profile.toml and cluster.toml, from [examples](../../examples/plan_files). "
+        "Seconds and bytes throughout; JSON with the same keys is read as well. `counterflow profile` writes "
+        "them, and so does `counterflow plan --example chimera-bert48 --save-inputs mine`. "
+        "[Planning](../planning.md) uses them.",
+    ]
+    for name, about in PLAN_FILES.items():
+        text = (ROOT / "examples" / "plan_files" / f"{name}.toml").read_text(encoding="utf-8")
+        parts += [f"## {name}.toml", about, f"```toml\n{text}```"]
+    return "\n\n".join(parts)
+
+
+def options_page() -> str:
+    """Options of a pipeline, from the two records."""
+    parts = [
+        "# Options of a pipeline",
+        "Keywords of `cf.Pipeline`, by the record that has them. `[pipeline]` of a config is a "
+        "`cf.Execution`. "
+        "[Train your own model](../train-your-own-model.md#options) says how to give them.",
+    ]
+    for record in (cf.Execution, cf.Batching):
+        parts.append(f"## cf.{record.__name__}")
+        for name, field in record.model_fields.items():
+            default = getattr(field.default, "value", field.default)
+            parts += [f"**`{name}`**, default `{default!r}`", (field.description or "").replace("``", "`")]
+    return "\n\n".join(parts)
+
+
+def mixpipe_orders_page() -> str:
+    """Least idle times of MixPipe's symmetric and asymmetric orders."""
+    lines = [line.split() for line in MIXPIPE_ORDERS.read_text(encoding="utf-8").splitlines()[2:]]
+    rows = [(*row[:4], f"**{row[4]}**" if int(row[4]) < int(row[3]) else row[4]) for row in lines]
+    return "\n\n".join(
+        [
+            "# MixPipe's orders, depth by depth",
+            "Idle time of a worker in a step, makespan − 3N, for N = D micro-batches, proved to be least; "
+            "bold: asymmetric orders are shorter. [MixPipe's orders](../mixpipe-orders.md) has the columns.",
+            _table(("D", "peak", "K/2 first", "symmetric", "asymmetric"), *rows),
+        ]
+    )
+
+
+def convergence_page() -> str:
+    """Tables of the study of late gradients."""
+    command, _, tables = CONVERGENCE.read_text(encoding="utf-8").removeprefix("# ").partition("\n")
+    about = f"`{command}`. [What late gradients cost](../convergence.md) has the results in short."
+    return f"# Convergence, run by run\n\n{about}\n\n{tables.strip()}"
+
+
 REFERENCES: dict[str, Callable[[], str]] = {
+    "convergence.md": convergence_page,
     "figures.md": figures_page,
     "json.md": json_page,
+    "mixpipe-orders.md": mixpipe_orders_page,
     "models.md": models_page,
+    "options.md": options_page,
+    "plan-files.md": plan_files_page,
     "statements.md": statements_page,
 }
 

@@ -83,7 +83,7 @@ def test_each_statement_of_the_papers_has_a_test_that_exists() -> None:
         assert kind == "met" or (kind in ("deviation", "partly") and reason)
 
 
-WORDS = 52_000
+WORDS = 38_500
 """Most words of ``docs/*.md``. A page that grows makes another shorter; tables that grow are references."""
 
 
