@@ -95,6 +95,8 @@ def rehearse(model: Model, degrees: MeshDegrees, replicas: int, ranks: Any = Non
             StageModule(number, [replace(layer, module=layer.module.to("meta")) for layer in layers])
             for number, layers in enumerate(parts.layers)
         ]
+        for stage in stages:
+            stage.stays_on_meta = True
         further = further_mesh(mesh, degrees, transport)
         reduced = parallelize_stages(stages, degrees, further, rank_mesh)
         firsts = [dict(pairs) for pairs in parts.names]

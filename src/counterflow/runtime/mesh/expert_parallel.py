@@ -173,7 +173,7 @@ def _divide(  # noqa: PLR0917
     same = () if token_group is None else tuple(dist.get_process_group_ranks(token_group))
     for name in names:
         parameter = module.get_parameter(name)
-        sharded = _divided(layer, parameter, mesh)
+        sharded = _divided(layer, parameter, mesh, reads=parameter.is_meta and not stage.stays_on_meta)
         setattr(module, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
         stage.expert_weights.append(ExpertWeight(module, name, ranks, same))
     if not hasattr(module, EXPERT_PARAMETERS):
@@ -182,11 +182,18 @@ def _divide(  # noqa: PLR0917
         module.forward = cast("Any", partial(_forward_of_share, module.forward, token_group))
 
 
-def _divided(layer: nn.Module, parameter: nn.Parameter, mesh: DeviceMesh) -> Tensor:
-    """DTensor of a parameter [experts, ...] of a layer, of which each position has its experts."""
+def _divided(layer: nn.Module, parameter: nn.Parameter, mesh: DeviceMesh, *, reads: bool) -> Tensor:
+    """DTensor of a parameter [experts, ...] of a layer, of which each position has its experts.
+
+    Args:
+        layer: the layer.
+        parameter: the parameter.
+        mesh: positions that divide the experts.
+        reads: True to let the layer read the position's experts.
+    """
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor  # noqa: PLC0415 - see dtensors.py
 
-    if not parameter.is_meta:
+    if not reads:
         # Weights are alike at all positions already; sending them again would need a collective per weight.
         return distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
     name = next(name for name, known in layer.named_parameters() if known is parameter)

@@ -63,6 +63,7 @@ class StageModule(nn.Module, StageWrapper):
         divides_experts: True if its experts, if it has any, are divided.
         context: positions that share its sequences; None: it is given whole ones.
         lengths: relative lengths of the slices in which its sequences run.
+        stays_on_meta: True if it is rehearsed: its weights are on the meta device, and remain there.
     """
 
     sums_each_backward = False
@@ -73,6 +74,7 @@ class StageModule(nn.Module, StageWrapper):
         super().__init__()
         self.number = number
         self.lengths = lengths
+        self.stays_on_meta = False
         self.expert_weights: list[ExpertWeight] = []
         self.divides_experts = False
         self.context: Context | None = None
