@@ -20,6 +20,7 @@ from counterflow.cli.output.results import page_sections
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "reference"
+CLAIMS = ROOT / "tests" / "docs" / "claims.toml"
 CONVERGENCE = ROOT / "benchmarks" / "results" / "convergence.txt"
 FIGURES = ROOT / "benchmarks" / "results" / "reproduce.json"
 OTHER_FIGURES = ROOT / "tests" / "papers" / "other_figures.toml"
@@ -156,6 +157,23 @@ def options_page() -> str:
     return "\n\n".join(parts)
 
 
+def testing_page() -> str:
+    """Claims, each with its tests and kept results."""
+    rows = tomllib.loads(CLAIMS.read_text(encoding="utf-8"))["rows"]
+    cells = [(row["claim"], row["how"], *(_places(row[key]) for key in ("tests", "results"))) for row in rows]
+    return "\n\n".join(
+        [
+            "# Claims and their tests",
+            "Kept results are in `benchmarks/results`. [What is tested](../testing.md) says how to run them.",
+            _table(("what is claimed", "how it is tested", "where", "kept results"), *cells),
+        ]
+    )
+
+
+def _places(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
 def mixpipe_orders_page() -> str:
     """Least idle times of MixPipe's symmetric and asymmetric orders."""
     lines = [line.split() for line in MIXPIPE_ORDERS.read_text(encoding="utf-8").splitlines()[2:]]
@@ -186,6 +204,7 @@ REFERENCES: dict[str, Callable[[], str]] = {
     "options.md": options_page,
     "plan-files.md": plan_files_page,
     "statements.md": statements_page,
+    "testing.md": testing_page,
 }
 
 

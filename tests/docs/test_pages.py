@@ -309,18 +309,6 @@ def test_the_schedule_file() -> None:
     assert len(ops) == 9
 
 
-def test_what_is_tested_is_there() -> None:
-    """Each folder and each kept table that the page names."""
-    root = DOCS.parent
-    text = (DOCS / "testing.md").read_text()
-    places = re.findall(r"`(tests/[\w/]+)`", text)
-    assert len(places) > 15
-    assert all((root / place).is_dir() for place in places)
-    tables = set(re.findall(r"`(\w+\.txt)`", text))
-    assert len(tables) > 15
-    assert all((root / "benchmarks" / "results" / table).exists() for table in tables)
-
-
 def test_computed_orders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

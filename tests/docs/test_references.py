@@ -83,6 +83,15 @@ def test_each_statement_of_the_papers_has_a_test_that_exists() -> None:
         assert kind == "met" or (kind in ("deviation", "partly") and reason)
 
 
+def test_each_claim_has_tests_and_tables_that_exist() -> None:
+    rows = tomllib.loads((ROOT / "tests" / "docs" / "claims.toml").read_text(encoding="utf-8"))["rows"]
+    assert len(rows) > 20
+    assert all(row["tests"] or row["results"] for row in rows)
+    assert all((ROOT / place).exists() for row in rows for place in row["tests"])
+    results = ROOT / "benchmarks" / "results"
+    assert all((results / table).exists() for row in rows for table in row["results"])
+
+
 WORDS = 38_500
 """Most words of ``docs/*.md``. A page that grows makes another shorter; tables that grow are references."""
 
