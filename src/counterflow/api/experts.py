@@ -21,9 +21,7 @@ Sources: Lepikhin et al., GShard (arXiv 2006.16668); Gale et al., MegaBlocks (ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Self, cast
 
 import torch
@@ -36,6 +34,7 @@ from typing_extensions import override
 from ..common.tensors.dtensors import is_dtensor
 from ..errors import ConfigError
 from .counters import sum_over_copies
+from .token_shares import SAME_TOKENS, TokenShare
 from .torch_internals import grouped_product, is_abstract
 from .turns import has_turns, next_turn
 
@@ -62,65 +61,6 @@ class Dispatched(NamedTuple):
     splits: tuple[list[int], list[int]] | None
     group: Any
     share: TokenShare | None = None
-
-
-class TokenShare(NamedTuple):
-    """Share of tokens of one of the positions that have the same tokens, which send one share each.
-
-    Attributes:
-        group: group of these positions.
-        tokens: number of tokens.
-        first: first token of the share.
-        end: token after the last one.
-    """
-
-    group: Any
-    tokens: int
-    first: int
-    end: int
-
-    @classmethod
-    def of(cls, group: Any, count: int) -> TokenShare:
-        """Share of this position of ``count`` tokens; the last ones may be shorter."""
-        size = -(-count // dist.get_world_size(group))
-        first = min(count, size * dist.get_rank(group))
-        return cls(group, count, first, min(count, first + size))
-
-    def part(self, rows: Tensor) -> Tensor:
-        """Rows of the share, of those of all tokens; the backward gathers their gradients."""
-        return cast("Tensor", _Part.apply(rows, self))  # type: ignore[no-untyped-call]
-
-    def all_tokens(self, rows: Tensor) -> Tensor:
-        """Rows of all tokens, gathered of those of the shares; the backward takes the share's gradient."""
-        return cast("Tensor", _AllTokens.apply(rows, self))  # type: ignore[no-untyped-call]
-
-    def gathered(self, rows: Tensor) -> Tensor:
-        """Rows of all tokens, without a graph."""
-        positions = dist.get_world_size(self.group)
-        size = -(-self.tokens // positions)
-        sent = rows.new_zeros(size, *rows.shape[1:])
-        sent[: rows.shape[0]] = rows
-        received = [torch.empty_like(sent) for _ in range(positions)]
-        dist.all_gather(received, sent, group=self.group)
-        return torch.cat(received)[: self.tokens]
-
-
-_SAME_TOKENS = ContextVar[Any]("same_tokens", default=None)
-"""Group of the positions that have the same tokens, while a module of experts runs; None: only this one."""
-
-
-@contextmanager
-def same_tokens(group: Any) -> Iterator[None]:
-    """Context in which positions with the same tokens dispatch a share of them each.
-
-    Args:
-        group: group of the positions that have the same tokens; all of them divide the experts.
-    """
-    token = _SAME_TOKENS.set(group)
-    try:
-        yield
-    finally:
-        _SAME_TOKENS.reset(token)
 
 
 def dispatch(tokens: Tensor, choices: Tensor, experts: Tensor | int, *, group: Any = None) -> Dispatched:
@@ -154,7 +94,7 @@ def dispatch(tokens: Tensor, choices: Tensor, experts: Tensor | int, *, group: A
     count = experts if isinstance(experts, int) else experts.shape[0]
     if group is None and isinstance(experts, Tensor):
         group = expert_group(experts)
-    token_group = None if group is None else _SAME_TOKENS.get()
+    token_group = None if group is None else SAME_TOKENS.get()
     if tokens.dim() != 2 or choices.dim() != 2 or choices.shape[0] != tokens.shape[0]:
         raise ConfigError(
             f"dispatch: tokens of shape {(*tokens.shape,)} and choices of shape {(*choices.shape,)}; give "
@@ -356,34 +296,6 @@ class _Exchange(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         return _exchange(gradient, ctx.receive, ctx.send, ctx.group), None, None, None
-
-
-class _Part(torch.autograd.Function):
-    """Rows of a share of tokens; the backward gathers the gradients of all shares."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, share: TokenShare) -> Tensor:
-        ctx.share = share
-        return rows[share.first : share.end].clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.share.gathered(gradient), None
-
-
-class _AllTokens(torch.autograd.Function):
-    """Rows of all tokens. Gradients are the same at all positions: the backward takes the share's."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, share: TokenShare) -> Tensor:
-        ctx.share = share
-        return share.gathered(rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient[ctx.share.first : ctx.share.end], None
 
 
 def _exchange(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: Any) -> Tensor:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from counterflow.api.experts import combine, dispatch, expert_group, joined, local_experts, same_tokens
+from counterflow.api.experts import combine, dispatch, expert_group, joined, local_experts
+from counterflow.api.token_shares import same_tokens
 from counterflow.common.tensors.expert_modules import EXPERT_PARAMETERS, expert_modules
 from counterflow.common.tensors.torch_private import flattened, parameters_of, shard_placements
 from counterflow.errors import ConfigError
