@@ -366,5 +366,15 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _lowered(layer: nn.Module, dtype: torch.dtype, value: Any) -> Any:
-    weights = {name: _cast(weight, dtype) for name, weight in layer.named_parameters()}
+    # Norms with running statistics compute in the precision of these, which are never cast.
+    uncast = {
+        id(weight)
+        for module in layer.modules()
+        if getattr(module, "track_running_stats", False)
+        for weight in module.parameters(recurse=False)
+    }
+    weights = {
+        name: weight if id(weight) in uncast else _cast(weight, dtype)
+        for name, weight in layer.named_parameters()
+    }
     return functional_call(layer, weights, (value,))

@@ -126,6 +126,38 @@ def test_it_is_exact_against_one_process(schedule: Schedule, options: dict[str, 
         assert torch.allclose(state["model"][name], mine, rtol=0.0, atol=1e-6), name
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("schedule", [schemes.dapple(2, 2), schemes.zb_h1(2, 2)], ids=str)
+def test_norms_with_running_statistics_compute_in_their_precision(
+    schedule: Schedule, dtype: torch.dtype
+) -> None:
+    def layers() -> list[nn.Module]:
+        torch.manual_seed(3)
+        return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)), nn.Linear(WIDTH, WIDTH)]
+
+    def trained() -> tuple[list[float], dict[str, Any]]:
+        with Pipeline(layers(), _loss, schedule, optimizer=_adam, compute_dtype=dtype) as pipeline:
+            return [pipeline.step(*_batch(8)).loss for _ in range(STEPS)], pipeline.model_state_dict()
+
+    model = nn.Sequential(*layers())
+    optimizer, losses = _adam(model.parameters()), []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(0.0)
+        for value, target in zip(*(tensor.chunk(2) for tensor in _batch(8)), strict=True):
+            weights = {
+                name: weight if name.startswith("0.1.") else weight.to(dtype)
+                for name, weight in model.named_parameters()
+            }
+            loss = _loss(torch.func.functional_call(model, weights, (value.to(dtype),)), target) / 2
+            loss.backward()
+            losses[-1] += loss.item()
+        optimizer.step()
+    actual, state = run(trained, workers=2)[0]
+    assert actual == pytest.approx(losses, rel=1e-6)
+    torch.testing.assert_close(state, dict(model.state_dict()), rtol=0.0, atol=1e-6)
+
+
 class _Casts(TorchDispatchMode):
     """Counts casts of a shape that only weights have."""
 

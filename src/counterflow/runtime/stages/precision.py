@@ -18,7 +18,7 @@ from typing_extensions import override
 from counterflow.api.skip import Carried
 from counterflow.common.tensors.devices import autocast_type
 from counterflow.common.tensors.dtypes import dtype_of
-from counterflow.common.tensors.torch_private import parameters_of, set_version_counters
+from counterflow.common.tensors.torch_private import keeps_statistics, parameters_of, set_version_counters
 from counterflow.common.trees import mapped
 from counterflow.errors import ConfigError
 from counterflow.execution import Execution
@@ -158,7 +158,9 @@ class Cast(Precision):
     """The layers' weights cast to a lower precision, in place of the parameters while the layers run.
 
     The parameters are the masters: gradients are added, updated and saved in their precision. The model's
-    input is cast as well, and its output is cast back for the loss. Buffers stay as they are.
+    input is cast as well, and its output is cast back for the loss. Buffers stay as they are, and so do
+    weights of norms with running statistics, which torch computes in the statistics' precision (FSDP's
+    ``MixedPrecision`` leaves them out for the same reason).
 
     Args:
         copy: the stage.
@@ -189,6 +191,7 @@ class Cast(Precision):
         self._places: list[tuple[dict[str, Any], str, nn.Parameter]] = [
             (parameters_of(child), name, parameter)
             for child in modules
+            if not keeps_statistics(child)
             for name, parameter in child.named_parameters(recurse=False, remove_duplicate=False)
             if parameter.is_floating_point() and parameter.dtype != dtype
         ]
