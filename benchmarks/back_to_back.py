@@ -126,7 +126,7 @@ class Bare:
     @staticmethod
     def key(op: Any, ahead: int = 0) -> tuple[Any, ...]:
         """Of what an op makes, or what is made ``ahead`` stages on."""
-        return op.kind.whole, op.stage + ahead, op.micro_batches
+        return op.kind.is_forward, op.stage + ahead, op.micro_batches
 
     def step(self, inputs: Tensor, targets: Tensor) -> None:
         del targets
@@ -145,7 +145,7 @@ class Bare:
                 self.leaving.append((self.lane.send([sent], action.peer, first + self.tags[key]), sent))
             elif isinstance(action, Compute):
                 op = action.op
-                taken = self.key(op, -1 if op.kind.whole else 1)
+                taken = self.key(op, -1 if op.kind.is_forward else 1)
                 if op.kind is not OpKind.WEIGHT_GRADIENTS and taken in arriving:
                     arriving.pop(taken).wait()
                     self.there[taken] = buffers[taken]

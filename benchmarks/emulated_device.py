@@ -546,7 +546,7 @@ class Bare:
     @staticmethod
     def key(op: Any, ahead: int = 0) -> tuple[Any, ...]:
         """Of what an op sends, or what is sent ``ahead`` stages on: an output or an input gradient."""
-        return op.kind.whole, op.stage + ahead, op.micro_batches, op.part
+        return op.kind.is_forward, op.stage + ahead, op.micro_batches, op.part
 
     def step(self, _: Tensor, __: Tensor) -> None:
         send, receive = self.lane.send, self.lane.recv
@@ -560,7 +560,7 @@ class Bare:
                 leaving.append(send([self.sent], action.peer, self.tags[self.key(action.output)]))
             elif isinstance(action, Compute):
                 op = action.op
-                forward = action.op.kind.whole
+                forward = action.op.kind.is_forward
                 takes = forward or op.kind.gives is Product.INPUT_GRADIENT
                 work = arriving.pop(self.key(op, -1 if forward else 1), None) if takes else None
                 if work is not None:
@@ -681,7 +681,7 @@ def our_orders(schedule: cf.Schedule) -> list[list[Needed]]:
     share, last = schedule.workers / schedule.stages, schedule.stages - 1
 
     def needed(op: cf.Op) -> Needed:
-        forward, kind = op.kind.whole, op.kind
+        forward, kind = op.kind.is_forward, op.kind
         seconds = op.work * share * (FORWARD_SECONDS if forward else BACKWARD_SECONDS / 2 * len(kind.makes))
         if kind is OpKind.WEIGHT_GRADIENTS:
             return ("W", op), None, seconds

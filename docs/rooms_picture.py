@@ -19,7 +19,10 @@ WIDTH, GAP, MARGIN = 880, 8, 12
 COLORS = {"torch": "#e8f0fb", "pure": "#eef6ea", "people": "#fdf3e3"}
 """Rooms that import torch, rooms that do not, and those that people meet."""
 
-TORCH = ("runtime", "testing", "models", "data", "measure", "verification", "checkpoints", "training")
+TORCH = (
+    *("api", "common", "capture", "runtime", "testing", "models", "data", "measure", "verification"),
+    *("checkpoints", "training", "integrations"),
+)
 PEOPLE = ("cli", "explore", "papers")
 
 

@@ -195,7 +195,9 @@ def test_swapped_receives_break_only_the_order_of_messages() -> None:
     program = lower(schedule)
 
     def swap(actions: list[Action]) -> None:
-        one, other = [i for i, a in enumerate(actions) if isinstance(a, Receive) and a.output.kind.whole][:2]
+        one, other = [
+            i for i, a in enumerate(actions) if isinstance(a, Receive) and a.output.kind.is_forward
+        ][:2]
         early = actions.pop(other)
         actions.insert(one, early)
 

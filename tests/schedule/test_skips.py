@@ -84,7 +84,7 @@ def test_what_is_made_once_is_sent_once_a_period_and_pipe() -> None:
         graph = OpGraph(schedule.with_skips([LAST]))
         sent = Counter(graph.ops[source].pipe for source, _, skip in graph.messages if skip == LAST)
         assert sent == expected
-        assert all(graph.ops[source].kind.whole for source, _, skip in graph.messages if skip == LAST)
+        assert all(graph.ops[source].kind.is_forward for source, _, skip in graph.messages if skip == LAST)
 
 
 def test_a_skip_needs_its_other_end() -> None:
@@ -162,7 +162,9 @@ def test_receives_in_another_order_are_found() -> None:
     schedule = schemes.hanayo(3, 2, waves=1).with_skips([SkipLink(0, 4)])  # stages 1 and 4: worker 1
     rows = [list(row) for row in lower(schedule).actions]
     places = [
-        i for i, a in enumerate(rows[1]) if isinstance(a, Receive) and a.peer == 0 and a.output.kind.whole
+        i
+        for i, a in enumerate(rows[1])
+        if isinstance(a, Receive) and a.peer == 0 and a.output.kind.is_forward
     ]
     one, two = places[:2]
     rows[1][one], rows[1][two] = rows[1][two], rows[1][one]

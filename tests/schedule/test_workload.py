@@ -188,7 +188,7 @@ def test_what_an_op_needs_is_what_the_graph_says(depth: int, n: int, extra: int)
             elsewhere = [need for need in needs if need.stage != op.stage]
             assert elsewhere == ([] if source is None else [graph.ops[source]])
             here = {need.kind for need in needs if need.stage == op.stage}
-            assert here == (set() if op.kind.whole else {OpKind.FORWARD})
+            assert here == (set() if op.kind.is_forward else {OpKind.FORWARD})
 
 
 def test_every_product_of_a_split_workload_once() -> None:

@@ -298,7 +298,7 @@ def test_a_link_carries_one_message_at_a_time() -> None:
     # 16 forwards of 1 s, each followed by a message of 3 s: the last one has come after 1 + 16 · 3 s.
     schedule = schemes.gpipe(2, 16)
     found = simulate(schedule, Costs(p2p=3.0))
-    forwards = [m for m in found.messages if m.maker.kind.whole]
+    forwards = [m for m in found.messages if m.maker.kind.is_forward]
     assert max(m.end for m in forwards) == 1 + 16 * 3
     # Then the last forward and 16 backwards whose gradients leave every 3 s, and the last backward.
     assert found.makespan == (1 + 48) + 1 + 2 + 48 + 2
@@ -321,7 +321,7 @@ def test_without_a_flush_work_waits_for_all_copies_also_where_their_sum_takes_no
 
     class Slower:
         def seconds(self, piece: Piece) -> float:
-            return (3.0 if piece.worker else 1.0) * (1 if piece.kind.whole else 2)
+            return (3.0 if piece.worker else 1.0) * (1 if piece.kind.is_forward else 2)
 
         def bytes(self, piece: Piece) -> tuple[float, float]:
             return 0.0 * piece.work, 0.0

@@ -43,14 +43,14 @@ class Measured:
 
     def bytes(self, piece: Piece) -> tuple[float, float]:
         change = 8.0 * piece.work / (1 + piece.worker)
-        return (change, 0.0) if piece.kind.whole else (0.0, -change)
+        return (change, 0.0) if piece.kind.is_forward else (0.0, -change)
 
 
 def test_devices_that_differ() -> None:
     # Stage 0 of chimera is on worker 0 (down) and on worker 1 (up), which takes 10 for its forward.
     schedule = schemes.chimera(2, 2)
     found = simulate(schedule, Costs(ops=Measured({("F", 0, 1): 10}), memory=ByteCosts()))
-    lasts = {(s.worker, str(s.op)): s.end - s.start for s in found.timeline if s.op.kind.whole}
+    lasts = {(s.worker, str(s.op)): s.end - s.start for s in found.timeline if s.op.kind.is_forward}
     assert lasts == {(0, "F0.0"): 1, (0, "F1.1p1"): 1, (1, "F0.1"): 1, (1, "F1.0p1"): 10}
     assert (found.peak_bytes,) == ((16, 8),)
     with pytest.raises(ConfigError, match="takes -1 seconds: must be finite, 0 or more"):

@@ -129,7 +129,7 @@ class OpTimer:
 
     def _waits_for_none(self, op: Op) -> bool:
         """True if an op takes the mini-batch, or its stage's loss."""
-        return op.stage == (0 if op.kind.whole else self._last_stage)
+        return op.stage == (0 if op.kind.is_forward else self._last_stage)
 
 
 def least(values: Sequence[T], share: float, key: Callable[[T], float]) -> list[T]:

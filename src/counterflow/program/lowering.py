@@ -198,7 +198,7 @@ def lower_evaluation(schedule: Schedule, *, matching: Matching = Matching.ORDER)
         tuple(
             op._replace(version=0, part=0, parts=1)
             for op in order
-            if op.kind.whole and op.part == 0 and schedule.period_of(op) == 0
+            if op.kind.is_forward and op.part == 0 and schedule.period_of(op) == 0
         )
         for order in schedule.orders
     )

@@ -89,8 +89,8 @@ def is_pair(ops: tuple[Op, ...]) -> bool:
     >>> is_pair((forward, recomputation, backward)), is_pair((recomputation, forward, backward))
     (True, False)
     """
-    sides = sorted(ops_by_stage(ops), key=lambda side: not side[0].kind.whole)
-    if len(sides) != 2 or len(sides[0]) != 1 or not sides[0][0].kind.whole:
+    sides = sorted(ops_by_stage(ops), key=lambda side: not side[0].kind.is_forward)
+    if len(sides) != 2 or len(sides[0]) != 1 or not sides[0][0].kind.is_forward:
         return False
     *before, backward = sides[1]
     return backward.kind.carries < 0 and all(op.kind.restores and op[1:] == backward[1:] for op in before)

@@ -13,7 +13,7 @@ def refuse_what_cannot_run(schedule: Schedule) -> None:
         ConfigError: a backward has several micro-batches, or parts of one differ in size.
     """
     for op in schedule.ops():
-        if not op.kind.whole and len(op.micro_batches) > 1:
+        if not op.kind.is_forward and len(op.micro_batches) > 1:
             raise ConfigError(
                 f"the schedule ({schedule.scheme}) has a backward of several micro-batches ({op}), which "
                 "cannot be trained; give each micro-batch a backward of its own"

@@ -48,7 +48,7 @@ class CutProbe:
             worker
             for worker, order in enumerate(schedule.orders)
             for op in order
-            if op.kind.whole and op.stage == last and any(m % count == 0 for m in op.micro_batches)
+            if op.kind.is_forward and op.stage == last and any(m % count == 0 for m in op.micro_batches)
         )
         """Worker that has the outputs of the first micro-batch."""
         count = len(workers.ranks[0])

@@ -173,7 +173,7 @@ def _schedule(file: _File, name: str) -> Schedule:
         for w, order in enumerate(file.orders)
     )
     _refuse_versions(orders, file.periods, name)
-    forwards = [op for order in orders for op in order if op.kind.whole]
+    forwards = [op for order in orders for op in order if op.kind.is_forward]
     available, slices = (
         sum(len(op.micro_batches) for op in forwards),
         max((op.parts for op in forwards), default=1),

@@ -150,12 +150,12 @@ class OpGraph:
     @cached_property
     def needs(self) -> list[list[int]]:
         """For each node, the nodes whose products it takes: from the stage before or after, and from its own
-        stage.
+        stage. These are the facts of ``Workload.needs``, by number, for the speed of searches.
         """
         outputs: dict[tuple[int, int, int, int], int] = {}
         sliced = self.schedule.workload.slices > 1
         for node, op in enumerate(self.ops):
-            if op.kind.whole:
+            if op.kind.is_forward:
                 outputs.update(((op.pipe, op.stage, m, op.part), node) for m in op.micro_batches)
         restored = {
             (kind.restores, self._keys[node]): node
@@ -240,7 +240,7 @@ class OpGraph:
         """
         first: dict[tuple[int, int, int], int] = {}
         for node, op in enumerate(self.ops):
-            if op.kind.whole and op.stage in (skip.source, skip.target) and crosses[op.pipe]:
+            if op.kind.is_forward and op.stage in (skip.source, skip.target) and crosses[op.pipe]:
                 first.setdefault((op.pipe, self.schedule.period_of(op), op.stage), node)
         for (pipe, period, stage), node in first.items():
             if stage == skip.target:

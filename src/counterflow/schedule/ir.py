@@ -1,7 +1,7 @@
 """The schedule: which op runs on which worker, in which order. Plain, frozen data.
 
 Invariant: a ``Schedule`` is only a workload and one order per worker, without time, rank or device. It need
-not be correct: the checker (``checker.py``) decides that, so edited files can be inspected.
+not be correct: the checker (``program/checker.py``) decides that, so edited files can be inspected.
 """
 
 from __future__ import annotations

@@ -29,6 +29,9 @@ _GOES = {Product.OUTPUT: 1, Product.INPUT_GRADIENT: -1, Product.WEIGHT_GRADIENTS
 class Lane(Enum):
     """Part of a worker that an op occupies while it runs; ops of one lane run one after another, beside those
     of other lanes. Only ops of compute make products for other stages.
+
+    The simulator of schedules reads it. The runtime runs the ops of a list one after another, and the player
+    of programs refuses other lanes.
     """
 
     COMPUTE = "compute"
@@ -74,7 +77,7 @@ class OpKind(Enum):
         again: the kind whose work it does again, or None; a backward only if outputs are recomputed and no
             recomputation has done it.
         gives: the one of its products that goes to another stage, or None.
-        whole: True if it always computes complete micro-batches, because it needs nothing of its own stage;
+        is_forward: True if it needs nothing of its own stage, so it always computes complete micro-batches;
             in a sliced workload always one slice.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 2; of the recomputation
@@ -104,7 +107,7 @@ class OpKind(Enum):
     attends: bool
     again: OpKind | None
     gives: Product | None
-    whole: bool
+    is_forward: bool
 
     @property
     def halves(self) -> tuple[OpKind, ...]:
@@ -116,7 +119,7 @@ class OpKind(Enum):
     @property
     def half(self) -> bool:
         """True if it is one half of a split backward."""
-        return len(self.makes) == 1 and not self.whole
+        return len(self.makes) == 1 and not self.is_forward
 
     @property
     def rest(self) -> OpKind | None:
@@ -127,6 +130,7 @@ class OpKind(Enum):
         return next(halves, None)
 
 
+# What else a new kind needs: docs/how-it-is-built.md, "A kind of op".
 F, B, I, W, R = OpKind  # noqa: E741 - the letters of the papers, for orders
 _OUT, _IN, _WEIGHTS = Product
 _ACTIVATIONS, _RECOMPUTED, _OPERANDS, *_ = Saved
@@ -165,7 +169,7 @@ for _kind, _facts in _FACTS.items():
     for _name, _fact in _facts._asdict().items():
         setattr(_kind, _name, _fact)
     _kind.gives = next((product for product in _kind.makes if product.goes), None)
-    _kind.whole = _kind.first is None
+    _kind.is_forward = _kind.first is None
 
 
 def maker_of(product: Product) -> OpKind:

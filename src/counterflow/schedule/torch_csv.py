@@ -111,10 +111,10 @@ def loads(text: str, name: str) -> Schedule:
             f"{name}: ops of micro-batches in {' and in '.join(map(str, sorted(slices)))} slices; all are "
             "cut alike"
         )
-    forwards = {op.micro_batches[0] for order in orders for op in order if op.kind.whole}
+    forwards = {op.micro_batches[0] for order in orders for op in order if op.kind.is_forward}
     _refuse_gaps(where, "stage", name)
     _refuse_gaps(forwards, "micro-batch", name)
-    runs = sum(op.kind.whole for order in orders for op in order)
+    runs = sum(op.kind.is_forward for order in orders for op in order)
     if len(forwards) * max(slices) > runs:
         raise ConfigError(
             f"{name}: {len(forwards)} micro-batches in {max(slices)} slices, but {runs} forwards in total; "

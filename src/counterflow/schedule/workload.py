@@ -185,7 +185,7 @@ class Workload:
 
         key = op.micro_batches, op.part, op.parts
         share = next((s for s in work.shares if (s.micro_batches, s.part, s.parts) == key), None)
-        if share is None and not op.kind.whole:
+        if share is None and not op.kind.is_forward:
             raise KeyError(op)
 
         def maker(product: Product, stage: int) -> Op:
@@ -211,7 +211,7 @@ class Workload:
         before_it = op.part - op.kind.carries
         if self.slices > 1 and op.kind.carries and op.kind.gives and 0 <= before_it < self.slices:
             kinds = (kinds_of(s, op.stage) for s in work.shares if s.part == before_it)
-            kind = op.kind if op.kind.whole else next(k for k in next(kinds) if op.kind.gives in k.makes)
+            kind = op.kind if op.kind.is_forward else next(k for k in next(kinds) if op.kind.gives in k.makes)
             needed.append(op._replace(kind=kind, part=before_it))
         return tuple(needed)
 
@@ -350,7 +350,7 @@ def passes_of(ops: Iterable[Op]) -> tuple[Pass, ...]:
     forwards: set[tuple[tuple[int, ...], int]] = set()
     shares: dict[tuple[int, tuple[int, ...], int, int], set[int]] = defaultdict(set)
     for op in ops:
-        if op.kind.whole:
+        if op.kind.is_forward:
             forwards.add((op.micro_batches, op.pipe))
         else:
             split = shares[op.pipe, op.micro_batches, op.part, op.parts]

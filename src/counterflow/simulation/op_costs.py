@@ -187,7 +187,7 @@ class StageBytes:
         )
         share = [length / sum(piece.lengths) for length in piece.lengths]
         last = piece.part == len(share) - 1
-        if piece.kind.whole and not last:
+        if piece.kind.is_forward and not last:
             at_start += state * share[piece.part] + constant
         if piece.kind.carries < 0:
             at_end -= state * share[piece.part - 1] + constant if piece.part else 0.0
@@ -241,7 +241,7 @@ class StageOps:
         if piece.sliced:
             share = stage.slice_share(kind, piece.work, piece.attention)
             seconds = stage.op_seconds(kind, self.samples, share)
-        elif kind.whole:
+        elif kind.is_forward:
             seconds = stage.op_seconds(
                 kind, *forward_runs(self.samples, self.recompute, piece.micro_batches, piece.shares)
             )

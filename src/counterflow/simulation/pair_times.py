@@ -103,7 +103,7 @@ def exchanging(piece: Piece, seconds: float, costs: Costs, stages: int) -> Excha
         costs: costs of the simulation.
         stages: number of stages.
     """
-    times = int(piece.kind.whole or piece.kind.carries < 0 or piece.kind.restores is not None)
+    times = int(piece.kind.is_forward or piece.kind.carries < 0 or piece.kind.restores is not None)
     if piece.repeats is not None and Recompute(costs.recompute).recomputes:
         times += 1
     of_forward = per_stage("all_to_all", costs.all_to_all, stages)[piece.stage]

@@ -200,7 +200,7 @@ class TimedSchedule:
             part = [0] * len(self.ops)
         # A sliced forward has one backward: that of its own slice.
         if len(lengths) == 1 and any(several > 1 for several in shares.values()):
-            backwards = [shares.get(op.micro_batches[0], 1) if op.kind.whole else 1 for op in self.ops]
+            backwards = [shares.get(op.micro_batches[0], 1) if op.kind.is_forward else 1 for op in self.ops]
         numbers: defaultdict[tuple[Any, ...], int] = defaultdict(count().__next__)
         keys = zip(kinds, of, self.nodes.worker, map(len, batches), parts, backwards, part, strict=True)
         which = np.fromiter(map(numbers.__getitem__, keys), dtype=np.int64, count=len(self.ops))

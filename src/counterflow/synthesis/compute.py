@@ -287,7 +287,7 @@ def one_by_one(problem: Problem) -> Words:
 
     def place(n: int) -> tuple[int, ...]:
         x = letters[n]
-        if x.kind.whole:
+        if x.kind.is_forward:
             return x.pipe, 0, x.stage, x.part
         return x.pipe, 1, -x.stage, -x.part, x.turn
 

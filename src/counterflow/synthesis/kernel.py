@@ -173,7 +173,7 @@ def numbers_of(problem: Problem) -> Numbers:
         sent=np.argsort(makers, kind="stable"),
         inputs=inputs,
         chain=_ints(
-            x.stage + x.part if x.kind.whole else 2 * (stages + x.parts - 1) - x.stage - x.part
+            x.stage + x.part if x.kind.is_forward else 2 * (stages + x.parts - 1) - x.stage - x.part
             for x in letters
         ),
         pipe=_ints(x.pipe for x in letters),

@@ -217,7 +217,7 @@ def _refuse_too_little(workload: Workload, letters: Sequence[Letter], store: Sto
             ops = [n for n, x in enumerate(letters) if x.worker == worker and x.pipe == pipe]
             if not ops:
                 continue
-            forwards = [n for n in ops if letters[n].kind.whole]
+            forwards = [n for n in ops if letters[n].kind.is_forward]
             word = forwards + sorted(
                 (n for n in ops if n not in forwards),
                 key=lambda n: (-letters[n].stage, -letters[n].part, letters[n].turn),

@@ -91,7 +91,7 @@ class Letter:
         """Place among the letters of its unit: forward, recomputation (``RECOMPUTED``), backward or input
         gradient, weight gradients.
         """
-        if self.kind.whole:
+        if self.kind.is_forward:
             return 0
         return 2 + (self.kind.takes is None) if self.kind.makes else RECOMPUTED
 

@@ -38,7 +38,7 @@ def parts_of(schedule: Schedule) -> tuple[int, ...]:
     if schedule.workload.slices > 1:  # one process runs the whole sequence
         return tuple(parts)
     for op in schedule.ops():
-        if not op.kind.whole:
+        if not op.kind.is_forward:
             parts[op.micro_batches[0] % schedule.micro_batches] = op.parts
     return tuple(parts)
 

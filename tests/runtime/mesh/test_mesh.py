@@ -22,7 +22,7 @@ def test_sharded_stages_give_the_numbers_of_one_process(processes: str) -> None:
 
 
 def test_fsdp_sums_gradients_once_a_step() -> None:
-    cf.launch(cases_of("four", "one_sum.py"), workers=4, timeout_seconds=60, threads=1)
+    cf.launch(cases_of("four", "fsdp_sum.py"), workers=4, timeout_seconds=60, threads=1)
 
 
 def test_experts_give_the_numbers_of_one_process() -> None:

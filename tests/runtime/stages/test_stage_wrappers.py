@@ -11,10 +11,10 @@ from torch import nn
 
 from counterflow.runtime.messages.values import Keyworded
 from counterflow.runtime.stages.aux_loss import AuxLossCollector
+from counterflow.runtime.stages.input_guard import InputGuard
 from counterflow.runtime.stages.named_layer import NamedLayer
 from counterflow.runtime.stages.precision import Autocast
 from counterflow.runtime.stages.randomness import RandomStreams
-from counterflow.runtime.stages.recomputation import InputGuard
 from counterflow.runtime.stages.replays import LayerReplays
 from counterflow.runtime.stages.sample_rows import SampleRows
 from counterflow.runtime.stages.stage import LocalStage
@@ -110,11 +110,11 @@ def wrappers_of(run: Any) -> list[type]:
 )
 def test_a_stage_has_what_it_needs(recompute: Recompute, expected: list[type]) -> None:
     copy = stage(recompute)
-    assert wrappers_of(copy.forward) == expected
+    assert wrappers_of(copy.run_layers) == expected
     with copy.evaluating():
-        assert wrappers_of(copy.forward) == [AuxLossCollector]
+        assert wrappers_of(copy.run_layers) == [AuxLossCollector]
         assert not copy.layers[1].module.training
-    assert wrappers_of(copy.forward) == expected
+    assert wrappers_of(copy.run_layers) == expected
 
 
 def test_what_is_composed_is_there_once_and_goes_when_it_is_over() -> None:
@@ -123,7 +123,7 @@ def test_what_is_composed_is_there_once_and_goes_when_it_is_over() -> None:
     copy.note_checked()
     assert len(copy.wrappers) == before - 1  # what layers hand on is known
     copy.split()
-    assert [kind.__name__ for kind in wrappers_of(copy.forward)] == [
+    assert [kind.__name__ for kind in wrappers_of(copy.run_layers)] == [
         "AuxLossCollector",
         "InputGuard",
         "HooksOnce",
@@ -141,11 +141,13 @@ def test_precision_is_a_wrapper_where_it_is_not_plain() -> None:
 
 def test_a_stage_draws_by_step_and_rows_and_not_when_it_evaluates() -> None:
     copy, x = stage(), torch.ones(2, 2)
-    first, again = (copy.forward(x, 3, ROWS) for _ in range(2))
+    first, again = (copy.run_layers(x, 3, ROWS) for _ in range(2))
     assert torch.equal(first, again)
-    others = [copy.forward(x, step, SampleRows(batch, 2, 0, 2)) for step, batch in ((4, 0), (3, 1), (5, 2))]
+    others = [
+        copy.run_layers(x, step, SampleRows(batch, 2, 0, 2)) for step, batch in ((4, 0), (3, 1), (5, 2))
+    ]
     assert any(not torch.equal(first, other) for other in others)
     with copy.evaluating():
         state = torch.get_rng_state()
-        assert torch.equal(copy.forward(x, 3, ROWS), copy.layers[0].module(x))
+        assert torch.equal(copy.run_layers(x, 3, ROWS), copy.layers[0].module(x))
         assert torch.equal(torch.get_rng_state(), state)

@@ -264,7 +264,7 @@ def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...
 def fsdp_groups(module: Any) -> list[Any]:
     """The parameters that FSDP gathers together, as torch's own pipelining reaches them.
 
-    ``mesh/one_sum.py`` gathers and sums them by these groups. Without: ``set_requires_gradient_sync(True)``
+    ``mesh/fsdp_sum.py`` gathers and sums them by these groups. Without: ``set_requires_gradient_sync(True)``
     before a step's last backward, so that split backwards are refused.
     """
     state = module._get_fsdp_state()  # noqa: SLF001

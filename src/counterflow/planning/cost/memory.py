@@ -208,7 +208,7 @@ class _Walk:
         self.expiring.clear()
         self.local -= self.local_expiring
         self.local_expiring = 0.0
-        if op.kind.whole:
+        if op.kind.is_forward:
             self._forward(op)
         elif not op.kind.makes:
             self._store(op)
@@ -289,7 +289,7 @@ class _Walk:
         peer = self.placement.worker(op.pipe, op.stage + 1)
         if peer in self.sent:
             maker, _ = self.sent[peer]
-            about = maker.kind.whole and maker.stage == op.stage
+            about = maker.kind.is_forward and maker.stage == op.stage
             if about and op.micro_batches[0] in maker.micro_batches:
                 del self.sent[peer]
 

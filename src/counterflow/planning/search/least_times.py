@@ -129,6 +129,6 @@ def _of_slices(
             seconds[kind] = layers.op_seconds(kind, stages.samples, least_share(layers, kind))
             if recomputed and kind.again is not None:
                 seconds[kind] += layers.seconds(kind.again, stages.samples, least_share(layers, kind.again))
-        forward.append(min(seconds[kind] for kind in kinds if kind.whole))
-        backward.append(min(seconds[kind] for kind in kinds if not kind.whole))
+        forward.append(min(seconds[kind] for kind in kinds if kind.is_forward))
+        backward.append(min(seconds[kind] for kind in kinds if not kind.is_forward))
     return forward, backward

@@ -55,7 +55,7 @@ def _in_range(schedule: Schedule, op: Op) -> bool:
         and all(0 <= m < schedule.total_micro_batches for m in op.micro_batches)
         and len({m // schedule.micro_batches for m in op.micro_batches}) == 1
         and 0 <= op.part < op.parts
-        and (op.parts == schedule.workload.slices or not op.kind.whole)
+        and (op.parts == schedule.workload.slices or not op.kind.is_forward)
     )
 
 

@@ -269,8 +269,8 @@ def _sharded(
                 "fully_shard sums a module's gradients when those of its inputs are there, and what comes "
                 "by a Skip is none; omit sums_each_backward, or pass it on through the layers between"
             )
-        if module.one_sum is not None:
-            module.one_sum.gathers = skips
+        if module.fsdp_sum is not None:
+            module.fsdp_sum.gathers = skips
         if module.sums_each_backward and module.number in split and fsdp_modules(module):
             raise ConfigError(
                 f"stage {module.number} sums in each backward (sums_each_backward), and {schedule.scheme} "

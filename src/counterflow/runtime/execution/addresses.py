@@ -41,15 +41,15 @@ class Addresses:
         self._messages, self._mailbox = messages, LocalMailbox()
         ops = list(schedule.ops())
         self._slices = schedule.workload.slices
-        self._parts = {op.micro_batches[0]: op.parts for op in ops if not op.kind.whole}
+        self._parts = {op.micro_batches[0]: op.parts for op in ops if not op.kind.is_forward}
         self._skips = schedule.workload.skips
         self._first: dict[tuple[int, int, int], Op] = {}
         """First forward by pipe, stage and period."""
         for op in ops:
-            if op.kind.whole:
+            if op.kind.is_forward:
                 self._first.setdefault((op.pipe, op.stage, schedule.period_of(op)), op)
         self._forwards = {
-            (op.stage, number, op.part): op for op in ops if op.kind.whole for number in op.micro_batches
+            (op.stage, number, op.part): op for op in ops if op.kind.is_forward for number in op.micro_batches
         }
         self._split = {(op.stage, op.micro_batches[0]) for op in ops if op.kind.rest is not None}
         places = [*range(schedule.stages), *self._skips]
@@ -69,7 +69,7 @@ class Addresses:
         units = []
         for number in op.micro_batches:
             m = number % self._schedule.micro_batches
-            if not op.kind.whole or self._slices > 1:
+            if not op.kind.is_forward or self._slices > 1:
                 units.append(Unit(m, op.part, op.parts, slot))
             else:  # of a whole micro-batch, also if there is no backward
                 parts = self._parts.get(number, 1)
@@ -123,7 +123,7 @@ class Addresses:
         """Routes of an op's inputs and outputs by skip connections; gradients go the other way."""
         takes: list[SkipRoute] = []
         gives: list[SkipRoute] = []
-        what, forward = op.kind.gives, op.kind.whole
+        what, forward = op.kind.gives, op.kind.is_forward
         for link in self._skips:
             before, after = (link.source, link.target) if forward else (link.target, link.source)
             if what is None or op.stage not in (before, after) or (link.once and not forward):

@@ -22,8 +22,8 @@ from ..messages.values import Unit, Value, ValueLayout, unflatten_value
 from ..mini_batch.batch import Batch
 from ..mini_batch.prefetcher import MicroBatchPrefetcher
 from ..mini_batch.probes import diagnose_aux, diagnose_slices
+from ..stages.input_guard import copied
 from ..stages.passes import StagePass
-from ..stages.recomputation import copied
 from ..stages.recomputed_pass import RecomputedPass, forward_joined
 from ..stages.sample_rows import SampleRows
 from .outputs import UnitHead, part

@@ -145,7 +145,9 @@ class Interpreter:
         # no other worker sees it, and nothing in it depends on the batches of others
         if isinstance(action, Compute):
             return (
-                not action.pair and action.op.kind.whole and action.op.stage == 0 != self.schedule.stages - 1
+                not action.pair
+                and action.op.kind.is_forward
+                and action.op.stage == 0 != self.schedule.stages - 1
             )
         return isinstance(action, Receive)
 

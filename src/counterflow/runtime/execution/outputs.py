@@ -142,7 +142,7 @@ class Outputs:
     def _loss(self, copy: LocalStage, batch: Batch, output: Any, target: Any, rows: SampleRows) -> Any:
         assert self._loss_function is not None
         try:
-            return copy.loss((self._loss_function, output, target), batch.step, rows)
+            return copy.run_loss((self._loss_function, output, target), batch.step, rows)
         except Exception as error:
             samples = rows.stop - rows.start
             refuse_whole_entries(error, target, batch.target_dims, samples, sum(batch.samples))

@@ -61,7 +61,9 @@ class RunPair(ActionTask):
         super().__init__(tasks[0].action)
         self.failing: RunOp = tasks[0]
         self._tasks, self._thread = tasks, thread
-        self._sides = [[task for task in tasks if task.op.kind.whole is forward] for forward in (True, False)]
+        self._sides = [
+            [task for task in tasks if task.op.kind.is_forward is forward] for forward in (True, False)
+        ]
         """The forward; the backward, after its recomputation if there is one."""
         self._inputs: dict[RunOp, Any] = {}
         self._results: dict[RunOp, Any] = {}
@@ -98,7 +100,7 @@ class RunPair(ActionTask):
         device, training = transport.device, batch.training
         forward, backwards = (partial(self._compute, batch, side) for side in self._sides)
         turns = Turns(forward, partial(_in_thread, backwards, _stream(device), training), first.copy.streams)
-        turns.run(self._thread.executor, begins=int(not first.op.kind.whole))
+        turns.run(self._thread.executor, begins=int(not first.op.kind.is_forward))
         transport.computed()
         for task in self._tasks:
             if task not in recomputations:

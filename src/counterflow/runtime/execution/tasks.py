@@ -58,7 +58,10 @@ class Tools:
 
 
 class RunOp(ActionTask):
-    """An op: it receives its input, computes, and publishes its result; it occupies its lane in between.
+    """An op: it receives its input, computes, and publishes its result.
+
+    The clock times ``compute``. ``receive`` may wait for a message; ``publish`` queues, and the next
+    ``SendTask`` posts.
 
     Args:
         action: what it does.

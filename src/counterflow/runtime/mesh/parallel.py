@@ -27,7 +27,7 @@ from ..messages.values import Value
 from ..stages.sample_rows import SampleRows
 from ..stages.stage_wrappers import Run, StageWrapper
 from ..transport.base import Transport
-from .one_sum import OneSum
+from .fsdp_sum import FsdpGradientSum
 from .rank_mesh import REPLICA, WORKER, Mesh, RankMesh
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class StageModule(nn.Module, StageWrapper):
     """
 
     sums_each_backward = False
-    one_sum: OneSum | None = None
+    fsdp_sum: FsdpGradientSum | None = None
     """Sums once a step what ``fully_shard`` shards; None: it shards nothing, or sums in each backward."""
 
     def __init__(self, number: int, layers: Sequence[NamedLayer], lengths: tuple[int, ...] = (1,)) -> None:
@@ -111,9 +111,9 @@ class StageModule(nn.Module, StageWrapper):
         output = self(run_layers, value)
         if skips:
             output = Carried(output, *skips)
-        if self.one_sum is not None:
-            self.one_sum.prepare()
-            self.one_sum.gathers |= was_added()
+        if self.fsdp_sum is not None:
+            self.fsdp_sum.prepare()
+            self.fsdp_sum.gathers |= was_added()
         elif self.sums_each_backward and torch.is_grad_enabled() and was_added() and fsdp_modules(self):
             raise ConfigError(
                 f"a layer of stage {self.number} adds to the loss, and fully_shard gathers weights when "
@@ -196,7 +196,7 @@ def parallelize_stages(
             module.set_force_sum_reduction_for_comms(True)  # not every backend has another
             module.set_requires_gradient_sync(True)
         if fsdp and not stage.sums_each_backward:
-            stage.one_sum = OneSum(fsdp)
+            stage.fsdp_sum = FsdpGradientSum(fsdp)
         for group in _fsdp_groups(stage):
             dims = frozenset[int]()
             for process_group in _process_groups(group.mesh_info):

@@ -43,7 +43,8 @@ class WeightDims:
     Attributes:
         shards: dimensions along which each position holds another part of the weight.
         experts: dimensions along which each position holds the weight of another expert.
-        reduced: dimensions over which ``fully_shard`` sums the weight's gradient in a backward.
+        reduced: dimensions over which ``fully_shard`` sums the weight's gradient: once a step
+            (``FsdpGradientSum``), or in each backward with ``sums_each_backward``.
         placements: torch's description of a DTensor; None: a plain tensor.
     """
 

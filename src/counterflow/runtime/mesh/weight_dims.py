@@ -39,6 +39,9 @@ def agreed_dims(
 ) -> ParallelDims:
     """The record of all workers' weights; all workers call it.
 
+    It decides as well which dimensions have samples of their own: those over which ``fully_shard`` sums,
+    contexts are shared, or experts are divided that see other tokens at each position.
+
     Args:
         mesh: coordinates of all ranks.
         tensors: parameters and DTensor buffers of this worker by first name; a name occurs twice if several

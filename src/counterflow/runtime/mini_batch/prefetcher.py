@@ -131,5 +131,5 @@ def _opaque(tree: Any) -> bool:
 def order_of_use(schedule: Schedule, worker: int) -> list[int]:
     """The micro-batches in the order in which a worker runs them through its first or its last stage."""
     ends = 0, schedule.stages - 1
-    ops = (op for op in schedule.orders[worker] if op.stage in ends and op.kind.whole)
+    ops = (op for op in schedule.orders[worker] if op.stage in ends and op.kind.is_forward)
     return list(dict.fromkeys(number % schedule.micro_batches for op in ops for number in op.micro_batches))

@@ -24,9 +24,9 @@ from counterflow.errors import ConfigError
 
 from ..messages.values import Value
 from .buffers import Buffers
+from .input_guard import copied
 from .named_layer import NamedLayer, place_of
 from .randomness import RandomStreams
-from .recomputation import copied
 from .sample_rows import SampleRows
 from .stage_wrappers import Block, BlockRuns, Run, StageWrapper, called
 

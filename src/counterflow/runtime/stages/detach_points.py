@@ -16,7 +16,8 @@ from counterflow.common.tensors.graphs import variable
 from counterflow.common.trees import mapped, versions
 
 from .graph_split import TraversedGraph, below, is_cut
-from .recomputation import Replay, same_tensors
+from .input_guard import same_tensors
+from .replays import Replay
 
 NODES_A_PIECE = 24
 """Minimum number of nodes in a piece of a graph: entering autograd costs as much as visiting this many."""

@@ -30,7 +30,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from counterflow.common.tensors.graphs import pointers, saved_names, variable
 
-from .recomputation import Packed
+from .replays import Packed
 
 Shape = tuple[Any, ...]
 """Shape of a graph: the kinds of its nodes and their edges."""

@@ -17,10 +17,10 @@ from ..mesh.parallel import StageModule
 from ..messages.values import Value
 from .buffers import Buffers
 from .detach_points import DetachPoints
+from .input_guard import InputGuard
 from .named_layer import NamedLayer
 from .precision import Precision
 from .randomness import RandomStreams
-from .recomputation import InputGuard
 from .replays import LayerReplays
 from .sample_rows import SampleRows
 from .saved_bytes import SavedBytes
@@ -39,7 +39,7 @@ class RunnableStage(Protocol):
     recompute: Recompute
     layers: tuple[NamedLayer, ...]
     streams: RandomStreams
-    forward: Run
+    run_layers: Run
     precision: Precision
     buffers: Buffers
     entry: InputGuard

@@ -37,8 +37,8 @@ from counterflow.verification.diagnosis.graph_leaves import StageGraph, diagnose
 from ..messages.values import Value
 from ..transport.base import PeerLost, TimedOut
 from .detach_points import DetachPoints
+from .input_guard import copied
 from .interface import RunnableStage
-from .recomputation import copied
 from .sample_rows import SampleRows
 from .saved_bytes import SavedBytes, SavedStorage
 from .split_backward import SplitBackward, accumulate
@@ -164,7 +164,7 @@ class StagePass:
 
     def _forward(self, inputs: list[Tensor], value: Value) -> Output:
         del inputs
-        return self.head(self.stage.forward(value, self.step, self.rows))
+        return self.head(self.stage.run_layers(value, self.step, self.rows))
 
 
 class EmptyPass(StagePass):
@@ -193,7 +193,7 @@ class GuardedPass(StagePass):
         if (value.value if type(value) is Carried else value) is None:
             return self.head.empty()
         try:
-            output = self.stage.forward(value, self.step, self.rows)
+            output = self.stage.run_layers(value, self.step, self.rows)
         except (PeerLost, TimedOut):
             raise
         except Exception:  # it is the outcome of the check
@@ -239,7 +239,7 @@ class PlainPass(StagePass):
 
     def run(self, value: Value) -> Any:
         """Run the layers; the graph of their output is the one that the backward traverses."""
-        return self.stage.forward(value, self.step, self.rows)
+        return self.stage.run_layers(value, self.step, self.rows)
 
     def end_graph(self, outputs: list[Tensor], spare: Value) -> None:
         """Count what the graph saves, and diagnose the stage's first graph.
@@ -276,7 +276,7 @@ class PlainPass(StagePass):
         if stage.replays is not None:
             stage.replays.count_saved = None
         with stage.buffers.swapped_in(stage.buffers.snapshot()):
-            output = stage.forward(value, self.step, self.rows)
+            output = stage.run_layers(value, self.step, self.rows)
             return self.head(output, rerun=True)[1]
 
     @override
@@ -348,7 +348,7 @@ class SplitPass(PlainPass):
     @override
     def run(self, value: Value) -> Any:
         with self.stage.detaching() as self.detach_points:
-            return self.stage.forward(value, self.step, self.rows)
+            return self.stage.run_layers(value, self.step, self.rows)
 
     @override
     def prepare(self, *, defers: bool) -> None:

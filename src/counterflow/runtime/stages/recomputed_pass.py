@@ -21,9 +21,9 @@ from counterflow.verification.diagnosis.tolerances import ROW_FACTOR, square_roo
 
 from ..messages.values import Value, flatten_value, takes_gradient, unflatten_value
 from .buffers import Contents
+from .input_guard import copied, same_tensors
 from .interface import RunnableStage
 from .passes import Output, PlainPass, StagePass
-from .recomputation import copied, same_tensors
 
 _NOTHING = nullcontext()
 
@@ -76,7 +76,7 @@ class RecomputedPass(StagePass):
         contents = stage.buffers.snapshot()
         same = same_tensors(value)
         saved, before = stage.entry.saved_copy(same), versions(same)
-        output = stage.forward(value, self.step, self.rows)
+        output = stage.run_layers(value, self.step, self.rows)
         if stage.entry.changes:
             before = versions(saved)
         else:

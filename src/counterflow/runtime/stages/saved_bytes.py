@@ -22,8 +22,8 @@ from counterflow.common.tensors.graphs import graph_of, pointer, pointers, saved
 from counterflow.common.trees import tensors_in
 
 from ..messages.values import Value
+from .input_guard import InputGuard
 from .named_layer import NamedLayer
-from .recomputation import InputGuard
 from .sample_rows import SampleRows
 from .stage_wrappers import Run, StageWrapper
 

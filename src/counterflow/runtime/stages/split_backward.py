@@ -42,7 +42,7 @@ from .graph_split import (
 )
 from .hooks_once import Half, HooksOnce
 from .named_layer import NamedLayer
-from .recomputation import Packed, Replay
+from .replays import Packed, Replay
 from .sample_rows import SampleRows
 from .stage_wrappers import Run, StageWrapper
 

@@ -27,12 +27,12 @@ from .detach_points import DetachPoints
 from .evaluation_mode import evaluating
 from .generation_cache import GenerationCache
 from .host_reads import HostReadDetector
+from .input_guard import InputGuard
 from .mapping_registration import MAPPINGS
 from .named_layer import LOSS, NamedLayer
 from .passes import EmptyPass, GuardedPass, Head, PlainPass, RawHead, SplitPass, StagePass
 from .precision import CastStage, Precision
 from .randomness import RandomStreams
-from .recomputation import InputGuard
 from .replays import LayerReplays
 from .sample_rows import SampleRows
 from .saved_bytes import SavedBytes
@@ -55,7 +55,7 @@ _LOSS = NamedLayer(LOSS, {}, nn.Identity())
 class LocalStage:
     """The layers of one stage on one worker.
 
-    Its runs (``forward``, ``loss``) are composed of its wrappers, again whenever these change.
+    Its runs (``run_layers``, ``run_loss``) are composed of its wrappers, again whenever these change.
 
     Args:
         stage: number of the stage.
@@ -69,9 +69,12 @@ class LocalStage:
         means: detector of means in the last stage's loss.
     """
 
-    forward: Run
-    """Function of a stage's input to its output; if it accepts or returns skips, these are ``Carried``."""
-    loss: Run
+    run_layers: Run
+    """Function of a stage's input to its output; if it accepts or returns skips, these are ``Carried``.
+
+    ``_compose`` sets it for the steps; evaluations, checks and measurements replace it for a time.
+    """
+    run_loss: Run
     """Function of (loss function, output of the last stage, target) to the loss; it draws as a layer does."""
 
     def __init__(
@@ -143,6 +146,11 @@ class LocalStage:
         return list(zip(self.layers, runs, numbers, strict=True))
 
     def _compose(self) -> None:
+        """Compose the runs of steps and evaluations, the outermost wrapper first.
+
+        A new wrapper has its place here, and in ``layer_runs``, ``uncompiled`` and ``loss_of_step`` if checks
+        and the witness have to run layers within it.
+        """
         precision = None if self.precision.plain else self.precision
         compiles = self._compiled is not None
         hooks = self.split_planner.hooks if self._splits and not compiles else None
@@ -160,9 +168,11 @@ class LocalStage:
         self._training_wrappers = self._with_common(
             _present(entry, hooks, split_planner), _present(self.replays)
         )
-        self.forward = composed(self.layers, self._training_wrappers, self._compiled)
+        self.run_layers = composed(self.layers, self._training_wrappers, self._compiled)
         self._evaluation_loss = layer_run(_LOSS, _of_three, _present(self.context_guard, self.means))
-        self.loss = layer_run(_LOSS, _of_three, _present(self.context_guard, self.means, hooks, self.streams))
+        self.run_loss = layer_run(
+            _LOSS, _of_three, _present(self.context_guard, self.means, hooks, self.streams)
+        )
 
     @contextmanager
     def isolated(
@@ -177,19 +187,19 @@ class LocalStage:
         outer = [InputGuard(), *_present(self.split_planner if splits else None)]
         run = composed(self.layers, self._with_common(outer, layer_wrappers), self._compiled)
 
-        def forward(value: Value, step: int, rows: SampleRows) -> Value:
+        def run_isolated(value: Value, step: int, rows: SampleRows) -> Value:
             unchanged = self.buffers.swapped_in(self.buffers.snapshot())
             with self.streams.step(), self.precision.computing(), unchanged:
                 output = run(value, step, rows)
-            self.forward = forward  # compiled layers that draw have the stage composed again
+            self.run_layers = run_isolated  # compiled layers that draw have the stage composed again
             return output
 
-        before = self.forward, self.checked
-        self.forward, self.checked = forward, True
+        before = self.run_layers, self.checked
+        self.run_layers, self.checked = run_isolated, True
         try:
             yield
         finally:
-            self.forward, self.checked = before
+            self.run_layers, self.checked = before
 
     @contextmanager
     def uncompiled(self, layer_wrappers: Sequence[StageWrapper] = ()) -> Iterator[None]:
@@ -200,12 +210,12 @@ class LocalStage:
         """
         precision = None if self.precision.plain else self.precision
         outer = _present(AuxLossCollector(), self._pass_by, self.module, precision, self.means, self.streams)
-        before = self.forward
-        self.forward = composed(self.layers, [*outer, *_present(self._skip_runner), *layer_wrappers])
+        before = self.run_layers
+        self.run_layers = composed(self.layers, [*outer, *_present(self._skip_runner), *layer_wrappers])
         try:
             yield
         finally:
-            self.forward = before
+            self.run_layers = before
 
     def output(self, value: Value, step: int, rows: SampleRows) -> Value:
         """Return the output of some rows; nothing is saved for a backward."""
@@ -258,14 +268,14 @@ class LocalStage:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Context in which the modules are in evaluation mode and layers draw no keyed random numbers."""
-        training, divides = (self.forward, self.loss), self.means.divides
-        self.forward, self.loss = self._evaluation_run, self._evaluation_loss
+        training, divides = (self.run_layers, self.run_loss), self.means.divides
+        self.run_layers, self.run_loss = self._evaluation_run, self._evaluation_loss
         self.means.divides = True  # nothing is updated before all is known
         try:
             with evaluating([layer.module for layer in self.with_weights]):
                 yield
         finally:
-            self.forward, self.loss = training
+            self.run_layers, self.run_loss = training
             self.means.divides = divides
             self.end_gathering()
 
@@ -275,7 +285,7 @@ class LocalStage:
         contents, token = self.buffers.snapshot(), PROBING.set(True)
         try:
             with self.evaluating():
-                self.forward = composed(self.layers, self._evaluation_wrappers)
+                self.run_layers = composed(self.layers, self._evaluation_wrappers)
                 yield
         finally:
             PROBING.reset(token)
@@ -318,8 +328,8 @@ class LocalStage:
         if module.context is not None:
             self.context_guard = ContextGuard(module.context, self)
         self.joins = False  # its collectives must not depend on the samples
-        if module.one_sum is not None:
-            self.split_planner.run_whole(module.one_sum.gathered)
+        if module.fsdp_sum is not None:
+            self.split_planner.run_whole(module.fsdp_sum.gathered)
         self._compose()
 
     @staticmethod
@@ -378,28 +388,28 @@ class LocalStage:
             meter: count of the bytes that are saved for backwards.
         """
         replays = self.replays if meter.counting else None
-        one_sum = None if self.module is None else self.module.one_sum
-        gathers = one_sum is not None and one_sum.gathers
+        fsdp_sum = None if self.module is None else self.module.fsdp_sum
+        gathers = fsdp_sum is not None and fsdp_sum.gathers
         if self.precision.plain and replays is None and not gathers:
             return self.streams.backward() if self.streams.shared else None
         context = ExitStack()
-        if one_sum is not None and gathers:  # gradients come by other ways than outputs
-            context.enter_context(one_sum.gathered())
+        if fsdp_sum is not None and gathers:  # gradients come by other ways than outputs
+            context.enter_context(fsdp_sum.gathered())
         if replays is not None:
             context.enter_context(replays.counted(meter))
         context.enter_context(self.streams.backward())
         context.enter_context(self.precision.backward())
         return context
 
-    def sum_gradients(self) -> None:
+    def sum_fsdp_gradients(self) -> None:
         """Sum gradients that FSDP left whole, after a step's last op that makes gradients of weights."""
-        if self.module is not None and self.module.one_sum is not None:
-            self.module.one_sum.sum()
+        if self.module is not None and self.module.fsdp_sum is not None:
+            self.module.fsdp_sum.sum()
 
     def discard_gradients(self) -> None:
         """Drop gradients that FSDP left whole, of passes beside a step."""
-        if self.module is not None and self.module.one_sum is not None:
-            self.module.one_sum.discard()
+        if self.module is not None and self.module.fsdp_sum is not None:
+            self.module.fsdp_sum.discard()
 
     def note_checked(self) -> None:
         """Note that the first graph is diagnosed, and that the values that layers pass on are known."""

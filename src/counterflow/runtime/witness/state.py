@@ -41,7 +41,7 @@ def other_calls(schedule: Schedule, replicas: int) -> str:
     for worker, order in enumerate(schedule.orders):
         for op in order:
             workers.setdefault(op.stage, set()).add(worker)
-            if op.kind.whole and (op.parts > 1 or len(op.micro_batches) > 1):
+            if op.kind.is_forward and (op.parts > 1 or len(op.micro_batches) > 1):
                 return "the schedule computes parts of micro-batches, or several at once"
     most = max(map(len, workers.values()))
     return f"each of {most} workers with a copy of the layer has its own" if most > 1 else ""

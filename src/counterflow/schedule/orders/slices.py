@@ -139,7 +139,7 @@ def sliced(build: Callable[..., Schedule], options: Mapping[str, OptionValue], s
 
 def _parts(op: Op, slices: int) -> list[Op]:
     parts = [op._replace(part=part, parts=slices) for part in range(slices)]
-    return parts if op.kind.whole else parts[::-1]
+    return parts if op.kind.is_forward else parts[::-1]
 
 
 def _by_units(
@@ -170,7 +170,7 @@ def _by_units(
 
     def cut(op: Op) -> Op:
         micro_batch, part = number[op.micro_batches[0]]
-        part = part if op.kind.whole else n - 1 - part
+        part = part if op.kind.is_forward else n - 1 - part
         return op._replace(micro_batches=(micro_batch,), part=part, parts=n)
 
     passes = tuple(
@@ -191,11 +191,11 @@ def _by_units(
 
 
 def _advanced(row: Sequence[Op], count: int) -> list[Op]:
-    forwards = [op for op in row if op.kind.whole]
+    forwards = [op for op in row if op.kind.is_forward]
     advanced: list[Op] = []
     done = before = 0
     for op in row:
-        if op.kind.whole:
+        if op.kind.is_forward:
             before += 1
             continue
         advanced += forwards[done : before + count]

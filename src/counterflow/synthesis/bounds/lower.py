@@ -195,7 +195,7 @@ class _Side:
             self._heads, self._tails = windows.heads, windows.tails
         self.before_first = min(self._heads[n][0] for n in self.letters_held)
         self.after_last = min(self._tails[n][-1] - windows.busy[n] for n in self.letters_held)
-        self._forwards = [n for n in self.letters_held if letters[n].kind.whole]
+        self._forwards = [n for n in self.letters_held if letters[n].kind.is_forward]
         # The first backward belongs to the highest stage of some pipe, and to its last slice, since the
         # others need it; likewise the last forward.
         highest = {letters[n].pipe: letters[n].stage for n in self._forwards}

@@ -17,7 +17,7 @@ from counterflow.common.tensors.dtypes import sum_dtype
 from counterflow.common.tensors.torch_private import end_fsdp_backward, fsdp_groups, whole_parameter
 
 
-class OneSum:
+class FsdpGradientSum:
     """Sum of a stage's gradients once a step.
 
     Args:
