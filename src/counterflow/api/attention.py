@@ -111,7 +111,6 @@ def _attend_in_shares(
 
 
 def _with_sequence_masks(context: Context, part: SavedKeys) -> SavedKeys:
-    """Keys of a slice's share, with the masks of the whole slice."""
     documents = None if part.documents is None else gathered(part.documents, context, 1)
     seen = None if part.seen is None else gathered(part.seen.to(torch.uint8), context, 1).bool()
     return part._replace(documents=documents, seen=seen)

@@ -172,5 +172,4 @@ def merged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def _finite(total: Tensor) -> Tensor:
-    """A log-sum-exp with 0 in place of that of nothing, whose terms are to be 0."""
-    return total.masked_fill(total == -math.inf, 0.0)
+    return total.masked_fill(total == -math.inf, 0.0)  # of nothing: its terms are to be 0

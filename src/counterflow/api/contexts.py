@@ -225,8 +225,6 @@ def sum_shares(gradients: Sequence[Tensor], group: Any) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Tensors of all positions; the backward adds up the gradients of this position's one."""
-
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> tuple[Tensor, ...]:
         ctx.group = group

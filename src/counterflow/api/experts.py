@@ -242,7 +242,7 @@ def limit_capacity(choices: Tensor, experts: int, capacity: int) -> Tensor:
 
 
 def _histogram(numbers: Tensor, count: int) -> Tensor:
-    """Occurrences of each of ``count`` numbers; as ``torch.bincount``, of a shape that no value decides."""
+    # As torch.bincount, of a shape that no value decides.
     zeros = torch.zeros(count, dtype=torch.int64, device=numbers.device)
     return zeros.index_add(0, numbers, torch.ones_like(numbers, dtype=torch.int64))
 
@@ -285,8 +285,6 @@ def joined(outputs: Tensor, *tensors: Tensor) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows to other positions; the backward sends their gradients back."""
-
     @staticmethod
     def forward(ctx: Any, rows: Tensor, send: Sequence[int], receive: Sequence[int], group: Any) -> Tensor:
         ctx.send, ctx.receive, ctx.group = send, receive, group
@@ -307,12 +305,11 @@ def _exchange(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: 
 def _all_to_all(
     output: Tensor, rows: Tensor, receive: list[int] | None, send: list[int] | None, group: Any
 ) -> None:
-    """Exchange rows; an op that runs at once with this one computes in the meantime (``turns.py``)."""
     if not has_turns():
         dist.all_to_all_single(output, rows, receive, send, group=group)
         return
     work = dist.all_to_all_single(output, rows, receive, send, group=group, async_op=True)
-    next_turn()
+    next_turn()  # an op that runs at once with this one computes in the meantime
     work.wait()
 
 

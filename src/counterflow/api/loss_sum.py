@@ -82,7 +82,7 @@ def next_target(target: Tensor, last: float) -> Tensor:
 
 
 def _slice_of(target: Tensor) -> SliceOf:
-    """The slice that a target is; one that is not cut is a slice of all of it."""
+    # A target that is not cut is a slice of all of it.
     of: SliceOf = getattr(target, SLICE, SliceOf(target, 0, min(1, target.dim() - 1)))
     return of
 

@@ -166,12 +166,10 @@ class _Ring:
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors of one dtype as one message."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def _unflat(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors of a message, in the shapes of others."""
     parts = flat.split([tensor.numel() for tensor in like])
     return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 

@@ -112,8 +112,7 @@ class Skip:
             )
 
     def _recomputes(self) -> bool:
-        """True if a user's checkpoint recomputes, in the backward."""
-        return not self._runs and in_backward()
+        return not self._runs and in_backward()  # a user's checkpoint recomputes
 
 
 class SaveSkip(nn.Module):

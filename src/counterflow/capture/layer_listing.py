@@ -86,10 +86,7 @@ def _title(part: LayerSteps) -> str:
 
 
 def _hold_unused(model: nn.Module, captured: Sequence[CapturedLayer]) -> None:
-    """Let the last layer hold parameters and buffers that no step takes, as they belong to the model and its
-    state.
-    """
     listed = {id(t) for layer in captured for t in (*layer.parameters(), *layer.buffers())}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) not in listed:
-            captured[-1].hold_unused(name, tensor)
+            captured[-1].hold_unused(name, tensor)  # it belongs to the model and its state

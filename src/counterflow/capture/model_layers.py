@@ -77,11 +77,6 @@ def _listed(model: Model, list_layers: ListLayers | None) -> list[nn.Module]:
 
 
 def _refuse_layer(index: int, layer: object) -> None:
-    """Refuse an object that is no layer, or a layer that cannot be trained here.
-
-    Raises:
-        ConfigError: it is such an object.
-    """
     place = f"layer {index} ({type(layer).__name__})"
     if not isinstance(layer, nn.Module):
         raise ConfigError(f"layer {index} is a {type(layer).__name__}: every layer must be an nn.Module")
@@ -202,11 +197,6 @@ def _refuse_missing(model: nn.Module, layers: Sequence[nn.Module]) -> None:
 
 
 def _refuse_kind(place: str, module: nn.Module) -> None:
-    """Refuse a module whose training in a pipeline would differ from one process, or is not supported.
-
-    Raises:
-        ConfigError: it is such a module.
-    """
     if isinstance(module, torch.jit.ScriptModule):
         raise ConfigError(
             f"{place} is scripted or traced by torch.jit, whose modules cannot be taken apart; give the "
@@ -244,11 +234,6 @@ def refuse_root(model: nn.Module) -> None:
 
 
 def _refuse_shared_memory(layers: Sequence[nn.Module]) -> None:
-    """Refuse distinct parameters with the same memory: an update of one would update all.
-
-    Raises:
-        ConfigError: there are two.
-    """
     spans: list[tuple[int, int, int, str]] = []
     seen: set[int] = set()
     for index, layer in enumerate(layers):

@@ -199,7 +199,6 @@ class Commands(TyperGroup):
 
 
 def _unforeseen(error: Exception) -> tuple[str, int]:
-    """Message and exit code of an unexpected error: an illegal file name, too little memory, or a bug."""
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return f"{error.filename}: this is not a legal file name; choose another", 2
     if isinstance(error, MemoryError):

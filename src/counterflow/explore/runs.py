@@ -83,7 +83,6 @@ def no_timeline(path: Path, state: RunState) -> str:
 
 
 def _is_written(path: Path) -> bool:
-    """Check that the lock's process runs; of another machine, that metrics were written recently."""
     try:
         owner = re.fullmatch(r"process (\d+) on (.*)\n", (path / LOCK).read_text(encoding="utf-8"))
         if owner is None:

@@ -51,15 +51,9 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A schedule with its costs.
-
-    ``by_scheme``: a scheme made it, unchanged, so it always passes the checker.
-    ``planned``: a plan's costs, which came with its file.
-    """
-
     schedule: Schedule
-    by_scheme: bool
-    planned: Costs | None = None
+    by_scheme: bool  # unchanged, so it always passes the checker
+    planned: Costs | None = None  # costs that came with a plan's file
 
     def costs(self, subject: ScheduleReference) -> Costs:
         """Costs that the simulator takes.
@@ -83,19 +77,9 @@ class _Known:
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """A schedule as the page shows it.
-
-    Attributes:
-        schedule: the schedule.
-        costs: costs of its stages.
-        unit: unit of the given costs; None: the costs of a plan.
-        chart: picture of the schedule.
-        data: further data for the page.
-    """
-
     schedule: Schedule
     costs: Costs
-    unit: CostsOf | None
+    unit: CostsOf | None  # of the given costs; None: the costs of a plan
     chart: Chart
     data: dict[str, Any]
 
@@ -338,7 +322,6 @@ def _keep(cache: OrderedDict[str, _T], key: str, value: _T) -> None:
 
 
 def _circle(schedule: Schedule) -> tuple[tuple[int, int], ...]:
-    """Ops that wait for each other in a circle, as places among all ops, worker by worker in order."""
     try:
         return tuple(circle_of_ops(OpGraph(schedule)))
     except ScheduleError:  # something is made nowhere

@@ -389,14 +389,12 @@ _OF_EXPERTS = re.compile(r"model\.layers\.\d+\.mlp\.experts\.")
 
 
 def _model_folder(checkpoint: Checkpoint) -> Path | None:
-    """Folder of the model of a run; None if the run's config names none."""
     keys = tomllib.loads(str(checkpoint.index.about.get("config", "")))
     path = keys.get("model", {}).get("path")
     return None if path is None else Path(str(path))
 
 
 def _model_type(folder: Path | None) -> str:
-    """Transformers' type of the model in a folder; empty if it has no config."""
     if folder is None:
         return ""
     try:

@@ -148,7 +148,6 @@ else.
 
 
 def _mean(seconds: list[float]) -> float:
-    """The mean without outliers; 0 if there are no values."""
     if not seconds:
         return 0.0
     most = _ODD * statistics.median(seconds)

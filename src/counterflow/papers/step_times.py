@@ -123,7 +123,6 @@ def seconds_of_slowest(schedule: Schedule, seconds: list[float]) -> float:
 
 
 def _flushed(schedule: Schedule, t: StageTimes) -> ClosedForm | None:
-    """(N+D−1)(F+B), 2(D−1) messages down and up, and the all-reduce that nothing hides."""
     depth, n = schedule.workers, schedule.micro_batches
     if schedule.stages != depth:
         return None
@@ -133,7 +132,6 @@ def _flushed(schedule: Schedule, t: StageTimes) -> ClosedForm | None:
 
 
 def _chimera(schedule: Schedule, t: StageTimes) -> ClosedForm | None:
-    """(F+C)·C_f + (B+C)·C_b + the all-reduce that nothing hides."""
     options = dict(schedule.options)
     depth, n = schedule.stages, schedule.micro_batches
     if options.get("pairs") != 1 or options.get("concat") != "direct" or n % depth:
@@ -155,7 +153,6 @@ def _gems(schedule: Schedule, t: StageTimes) -> ClosedForm | None:
 
 
 def _mixpipe(schedule: Schedule, t: StageTimes) -> ClosedForm | None:
-    """(D + N_bubbles)·(F+B), N = D."""
     options = dict(schedule.options)
     depth, injected, early = schedule.stages, options.get("injected"), options.get("early_forwards")
     if schedule.micro_batches != depth or not isinstance(injected, int) or not isinstance(early, int):
@@ -165,7 +162,6 @@ def _mixpipe(schedule: Schedule, t: StageTimes) -> ClosedForm | None:
 
 
 def _hanayo(schedule: Schedule, t: StageTimes) -> ClosedForm | None:
-    """A worker's 2·waves·P forwards and backwards, and (P−1)·T_B/waves of idle time (N = P)."""
     workers, n = schedule.workers, schedule.micro_batches
     if n != workers:
         return None
@@ -176,7 +172,6 @@ def _hanayo(schedule: Schedule, t: StageTimes) -> ClosedForm | None:
 
 
 def _unflushed(schedule: Schedule, t: StageTimes) -> ClosedForm | None:
-    """N·(F+B) per stage held: no bubbles."""
     stages_per_worker = schedule.stages // schedule.workers
     seconds = schedule.micro_batches * stages_per_worker * (t.forward + t.backward)
     return ClosedForm(seconds, "Chimera, Table 2" if schedule.scheme != "wpipe" else "WPipe, Table 1")

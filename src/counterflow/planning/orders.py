@@ -250,7 +250,6 @@ class _OrderSearch:
         return [job for jobs in groups for job in jobs]
 
     def _plans(self) -> list[Plan]:
-        """The best plans: the first of each placement, number of replicas and number of micro-batches."""
         plans: dict[object, Plan] = {}
         for plan in self._result.of_schemes:
             schedule, width = plan.play.schedule, plan.play.configuration.replicas
@@ -360,7 +359,6 @@ class _OrderSearch:
         )
 
     def _recut(self, play: Play, until: float) -> Play | None:
-        """The same order after moves of layers between neighbouring stages that pay; None if none does."""
         best, improved = play, True
         while improved:
             improved = False

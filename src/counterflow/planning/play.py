@@ -126,8 +126,7 @@ class Play:
         return Timing(self.schedule, self.costs, self.inputs.model)
 
     def _has_times_of(self, play: Play) -> bool:
-        """True if at most where optimiser state is stored differs, on which times do not depend."""
-        zero_stage = play.configuration.zero_stage
+        zero_stage = play.configuration.zero_stage  # times do not depend on where optimiser state is stored
         return (
             all(getattr(self, name) is getattr(play, name) for name in ("schedule", "stages", "network"))
             and replace(self.configuration, zero_stage=zero_stage) == play.configuration

@@ -348,12 +348,8 @@ def _refuse(
 
 
 def _refuse_too_many(builds: Sequence[tuple[Scheme, Mapping[str, OptionValue]]]) -> None:
-    """Refuse schedules that together take minutes and gigabytes; a single one that is too large is omitted.
-
-    Raises:
-        ConfigError: there are too many ops.
-    """
     counts = [scheme.least_ops(options) for scheme, options in builds]
+    # A single schedule that is too large is omitted.
     ops = sum(count for count in counts if count <= MOST_OPS)
     if ops > _MOST_OPS_TOGETHER:
         raise ConfigError(

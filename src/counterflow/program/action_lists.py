@@ -61,8 +61,6 @@ class ActionLists:
 
 @dataclass(slots=True)
 class _List:
-    """List under construction: for each node its action, and the events that it waits for and makes."""
-
     actions: list[int] = field(default_factory=list)
     takes: list[list[Event]] = field(default_factory=list)
     makes: list[list[Event]] = field(default_factory=list)
@@ -188,9 +186,6 @@ def _inputs_by_op(graph: OpGraph) -> dict[Op, list[Output]]:
 
 
 def _numbered(program: Program, rows: Sequence[_List], starts: list[Start]) -> ActionLists:
-    """The arrays: nodes list by list, messages by their makers; an event that nobody waits for is not a
-    message.
-    """
     first = np.cumsum([0, *(len(row.actions) for row in rows)])
     takers: dict[Event, int] = {}
     for number, row in enumerate(rows):
@@ -200,7 +195,7 @@ def _numbered(program: Program, rows: Sequence[_List], starts: list[Start]) -> A
     for row in rows:
         for makes in row.makes:
             for event in makes:
-                if event in takers:
+                if event in takers:  # an event that nobody waits for is not a message
                     makers.setdefault(event, node)
             node += 1
     events = [*makers, *(event for event in takers if event not in makers)]

@@ -96,8 +96,6 @@ class Times(NamedTuple):
 
 
 class _Loop:
-    """The compiled inner loop, once there is one, and how much was played without it."""
-
     played = 0
     compiled: Callable[..., tuple[int, bool]] | None = None
 

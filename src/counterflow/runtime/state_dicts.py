@@ -180,5 +180,5 @@ class StateDicts:
 
 
 def _with_keys(kind: Callable[[Any], Any], by_stage: Mapping[Any, Any]) -> dict[Any, Any]:
-    """A mapping with its keys converted: ``torch.distributed.checkpoint`` accepts only texts."""
+    # Keys as texts: torch.distributed.checkpoint accepts no others.
     return {kind(stage): value for stage, value in by_stage.items()}

@@ -114,7 +114,6 @@ def peak_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
 
 
 def _recomputed(schedule: Schedule, costs: Costs) -> tuple[Schedule, Costs]:
-    """Return the schedule with the recomputations of its costs, and the costs with those of the schedule."""
     paired = bool(schedule.pairs)
     schedule = recomputed_ahead(schedule, Recompute(costs.recompute), ahead=costs.recompute_ahead)
     if paired:
@@ -123,11 +122,6 @@ def _recomputed(schedule: Schedule, costs: Costs) -> tuple[Schedule, Costs]:
 
 
 def _as_recomputed(schedule: Schedule, costs: Costs) -> Costs:
-    """Costs of a schedule, whose recomputations say what is recomputed.
-
-    Raises:
-        ConfigError: the schedule recomputes stages, and the costs layers.
-    """
     if not schedule.workload.recomputes or costs.recompute is Recompute.STAGE:
         return costs
     if costs.recompute is Recompute.LAYER:

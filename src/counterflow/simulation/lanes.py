@@ -81,7 +81,6 @@ def lane_lists(nodes: Nodes, messages: Messages) -> LaneLists | None:
 
 
 def _users(nodes: Nodes, node: int) -> Iterator[int]:
-    """Later ops of the worker that use the tensors which an op saves, restores or frees."""
     op = nodes.ops[node]
     tensors = _tensors(op.kind)
     for user in range(node + 1, nodes.first[nodes.worker[node] + 1]):

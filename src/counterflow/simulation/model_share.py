@@ -56,7 +56,6 @@ def of_stages(costs: Costs, placement: Placement, unit: CostsOf) -> Costs:
 
 
 def _divided(record: Record, share: float, unit: CostsOf) -> Record:
-    """The record with each divided field multiplied by a share."""
     changed: dict[str, Any] = {}
     for cost in fields(record):
         option = cost.metadata.get("cli_field")

@@ -131,8 +131,8 @@ def _of_none() -> tuple[Ints, Ints]:
 
 
 def _mean(lasts: Floats, period: Ints, slot: Ints) -> Floats:
-    """Mean durations over all periods: in the first periods ops overlap with other syncs."""
     inside = period >= 0
+    # Over all periods: in the first ones ops overlap with other syncs.
     total = np.bincount(slot[inside], weights=lasts[inside], minlength=int(slot.max()) + 1)
     count = np.bincount(slot[inside], minlength=len(total))
     means = lasts.copy()

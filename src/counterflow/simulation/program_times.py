@@ -50,14 +50,6 @@ def play_program(model: TimedSchedule, program: Program, costs: Costs) -> tuple[
 
 
 class _Player:
-    """Fills in durations, and reads the result of the play.
-
-    Args:
-        model: model of the program's schedule.
-        lists: lists of the program.
-        costs: seconds.
-    """
-
     def __init__(self, model: TimedSchedule, lists: ActionLists, costs: Costs) -> None:
         self.model, self.lists, self.costs = model, lists, costs
         place = {op: node for node, op in enumerate(model.ops)}

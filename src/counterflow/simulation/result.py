@@ -274,7 +274,6 @@ class Simulation:
 
     @cached_property
     def _computed(self) -> Ints:
-        """The ops on the lane of compute."""
         nodes = np.arange(len(self.model.ops))
         lanes = self.model.lane_lists
         return nodes if lanes is None else np.delete(nodes, lanes.ops)

@@ -96,8 +96,6 @@ def balanced_slices(
 
 
 class _Sequence:
-    """A sequence that may be cut at some points."""
-
     def __init__(self, points: list[int], attention: float, fixed: float) -> None:
         self._points, self._length = points, points[-1]
         self._attention, self._fixed = attention, fixed

@@ -341,7 +341,6 @@ class TimedSchedule:
         return Ready(self.lists, lasting, travel, waited, links, links + self.lane_lists.count)
 
     def _with_syncs(self, costs: Costs, ready: Ready) -> Ready:
-        """The same with a list for each sync."""
         syncs, lists, places = self.awaited
         lasts = per_stage("sync", costs.sync, self.schedule.stages)
         seconds = np.concatenate((np.zeros(len(self.ops)), [lasts[sync.stage] for sync in syncs]))
@@ -382,7 +381,6 @@ class TimedSchedule:
         tail: Sequence[float],
         more: Floats | float = 0.0,
     ) -> Played | None:
-        """Play with ops that take ``seconds`` and ``more``."""
         ready = self.ready(costs, seconds + more)
         times = self._played_once(ready, limit, tail)
         if times is None:
@@ -408,7 +406,7 @@ class TimedSchedule:
         return Played(start, end, released, syncs, sent, sent + ready.travel)
 
     def _played_once(self, ready: Ready, limit: float, tail: Sequence[float]) -> Times | None:
-        """Times of ops and messages, cached for one schedule: sync modes differ only in what follows."""
+        # Sync modes differ only in what follows.
         known = self._before
         if known is not None and all(map(np.array_equal, known[0], ready.lasting)):
             return known[1]
@@ -432,10 +430,10 @@ class TimedSchedule:
     def _syncs_after(
         self, costs: Costs, placing: tuple[list[float], list[float]], released: Floats
     ) -> Floats:
-        """Syncs on a lane in parallel with each worker's compute; only the update waits for them."""
         lasts = per_stage("sync", costs.sync, self.schedule.stages)
         mode = Sync(costs.sync_mode)
         planned = plan_syncs(self.schedule, mode, *placing, self.gradient_syncs)
+        # In parallel with each worker's compute; only the update waits for it.
         lane = np.zeros(self.schedule.workers)
         times = sync_times(planned, released, self.first, lasts, lane, crossings=costs.sync_crossings)
         return np.array([(0.0, float(stage), begin, end) for stage, begin, end, _ in times]).reshape(-1, 4)

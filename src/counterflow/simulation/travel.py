@@ -45,7 +45,6 @@ def travel_seconds(costs: Costs, schedule: Schedule, messages: Messages, sent: t
 
 
 def _by_message(name: str, value: PerLink, workers: int, messages: Messages) -> Floats:
-    """A cost of links for each message."""
     if isinstance(value, (int, float)):
         return np.full(len(messages.makers), float(value))
     links = np.array(value, dtype=np.float64)

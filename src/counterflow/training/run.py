@@ -200,9 +200,6 @@ def _in_folder(  # noqa: PLR0917
 
 
 def _supervised(job: Job, folder: RunFolder, reporter: Callback, restarts: Restarts) -> Summary:
-    """Run with workers of its own, which are restarted after failures as often as is allowed and makes
-    sense.
-    """
     absence = Absence(folder.path, job.config.train.fewer_after)
     for attempt in itertools.count():
         try:
@@ -268,12 +265,6 @@ def _check_gpus(config: RunConfig) -> None:
 
 
 def _check_storage(folder: Path, max_restarts: int) -> None:
-    """Refuse restarts on storage where a new attempt cannot keep the previous one from writing; otherwise
-    warn.
-
-    Raises:
-        ConfigError: restarts were asked for on such storage.
-    """
     storage = storage_of(folder)
     if max_restarts and storage.renames is False:
         raise ConfigError(

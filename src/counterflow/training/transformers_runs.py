@@ -29,19 +29,10 @@ from .source import ModelAndData
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """Training task of one kind of model.
-
-    Attributes:
-        auto: the class of transformers that makes such a model.
-        known: class names in transformers by model type.
-        adapters: task type of peft; None: none.
-        target: what such a model predicts.
-    """
-
-    auto: str
-    known: str
-    adapters: str | None
-    target: str
+    auto: str  # class of transformers that makes such a model
+    known: str  # class names in transformers by model type
+    adapters: str | None  # task type of peft; None: none
+    target: str  # what such a model predicts
 
 
 _CAUSAL = _Task("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "CAUSAL_LM", "token")

@@ -81,12 +81,6 @@ class ModelComparison:
 
 
 class _Copy:
-    """Model, layers and loss function, copied together, and the inputs.
-
-    Raises:
-        ConfigError: the copy fails.
-    """
-
     def __init__(self, subject: ModelComparison, *, doubled: bool, follows: bool) -> None:
         try:
             self.model, self.layers, self.loss, self._run = copy.deepcopy(
@@ -225,7 +219,6 @@ def _seed(gpus: Sequence[int]) -> None:
 
 @contextmanager
 def _random_state_back(gpus: Sequence[int]) -> Iterator[None]:
-    """Let torch, Python and numpy draw as in every other run, and restore their random states."""
     of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - users draw from the old one
     try:
         with torch.random.fork_rng(devices=gpus):
@@ -240,11 +233,6 @@ def _random_state_back(gpus: Sequence[int]) -> Iterator[None]:
 
 @contextmanager
 def _originals_unused(subject: ModelComparison) -> Iterator[None]:
-    """Refuse functions that hold the user's modules or parameters, which a copy does not replace.
-
-    Raises:
-        ConfigError: one of these ran, or received a gradient.
-    """
     roots = {
         "the model": subject.model,
         **{place_of(subject.layers, i): m for i, m in enumerate(subject.layers)},

@@ -236,7 +236,6 @@ class Reference:
         self._history = [[parameter.detach().clone() for parameter in self.parameters]]
 
     def _use_old_weights(self) -> None:
-        """Set the model to the weights that the step's forwards and backwards use."""
         if self.staleness is None:
             return
         stages, period = len(self.staleness.cuts) + 1, len(self._history) - 1
@@ -277,7 +276,6 @@ class Reference:
                     table.clear()
 
     def _clip(self) -> float:
-        """Clip the gradients; return the norm before."""
         squares = [0.0 if p.grad is None else _squares(p.grad) for p in self.parameters]
         norm = math.sqrt(sum(squares))
         for parameter, stage in zip(self.parameters, self._stage_of, strict=True):
@@ -289,7 +287,7 @@ class Reference:
                 factor = _clip_factor(math.sqrt(sum(of_stage)), limit)
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
-        return norm
+        return norm  # before clipping
 
     def evaluate(self, batches: Sequence[tuple[Any, Any]]) -> float:
         """The mean loss, without gradients."""

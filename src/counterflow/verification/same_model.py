@@ -363,7 +363,6 @@ def _equal(first: nn.Parameter, second: nn.Parameter) -> bool:
 
 
 def _parting_backwards(subject: ModelComparison, gradients: Mapping[str, float]) -> str:
-    """The layer from which gradients differ although all outputs of modules are equal."""
     model_parameters = dict(subject.model.named_parameters())
     differing = {id(model_parameters[name]) for name in gradients if name in model_parameters}
     for index in reversed(range(len(subject.layers))):

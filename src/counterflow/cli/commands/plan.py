@@ -183,7 +183,6 @@ def _print_layout(best: Plan) -> None:
 
 
 def _note_call(best: Plan) -> None:
-    """Tell how a user's own model runs the plan."""
     options = best.pipeline_options
     schedule = options.pop("schedule")
     named = "".join(f", {name}={value!r}" for name, value in options.items())

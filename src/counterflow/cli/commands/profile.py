@@ -90,7 +90,6 @@ def profile(
 
 
 def _config(subject: str | None, sets: Sequence[str]) -> RunConfig:
-    """The config that a file or a folder of transformers is, with changes."""
     from counterflow.common import toml
     from counterflow.training import load_config
 

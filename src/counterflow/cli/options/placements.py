@@ -90,7 +90,6 @@ def _of_user(text: str, workers: int | None) -> Placement:
 
 
 def _read(path: Path) -> list[list[int]]:
-    """Read the table in a file: a JSON list of pipes, or the placement of a schedule."""
     try:
         data = json.loads(read_text(path, "is a folder", place=f"--placement {path}"))
     except ConfigError:

@@ -94,9 +94,7 @@ def _memory_of(cluster: Cluster) -> str:
 
 
 def _room(plans: Sequence[Plan], *, with_arrangement: bool) -> int:
-    """Columns that the whole ranking takes; narrower terminals omit columns that the best plan's line
-    repeats.
-    """
+    # Narrower terminals omit columns that the best plan's line repeats.
     return (132 if with_arrangement else 114) + 4 * len(_degrees(plans))
 
 
@@ -105,7 +103,6 @@ _DEGREES = {"S": "dp_shard", "C": "context_parallel", "T": "tensor_parallel", "E
 
 
 def _degrees(plans: Sequence[Plan]) -> list[str]:
-    """Heads of the columns of degrees that some plan has."""
     chosen = [plan.play.configuration for plan in plans]
     return [head for head, name in _DEGREES.items() if any(getattr(plan, name) > 1 for plan in chosen)]
 

@@ -22,7 +22,6 @@ def expert_modules(root: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
 
 
 def _is_routed(module: nn.Module) -> bool:
-    """True for a module of experts whose forward takes hidden states, choices and weights."""
     count = getattr(module, "num_experts", None)
     parameters = [*module.parameters(recurse=False)]
     if (

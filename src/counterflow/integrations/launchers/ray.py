@@ -91,7 +91,7 @@ class _Reports(Callback):
     Args:
         train: the module ``ray.train``.
         folder: folder of the run.
-        every: number of steps between reports.
+        interval: number of steps between reports.
         first: whether this is rank 0, whose numbers count.
     """
 

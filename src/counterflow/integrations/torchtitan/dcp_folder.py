@@ -237,8 +237,6 @@ def write(
 
 
 class _LazySavePlanner(DefaultSavePlanner):
-    """Planner with empty tensors, each of which is read when it is written."""
-
     def __init__(self, read: Callable[[str], Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._read = read

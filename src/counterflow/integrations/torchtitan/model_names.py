@@ -220,7 +220,6 @@ class TitanNames:
         return next((name for name, titan in _OUTER.items() if titan == current), None)
 
     def _current(self, name: str) -> str:
-        """Today's spelling of a name in torchtitan."""
         match = _LAYER.match(name)
         if not match:
             return "lm_head.weight" if name == "output.weight" else name

@@ -109,15 +109,7 @@ _KNOWN = ("transformers", "trl", "counterflow")
 
 
 def _refuse_overridden(kinds: Sequence[type], mixin: type) -> None:
-    """Refuse methods of a user's trainer that would not run.
-
-    Args:
-        kinds: classes of the trainer, in the order in which methods are found.
-        mixin: the class that replaces methods of those after it.
-
-    Raises:
-        ConfigError: there is such a method.
-    """
+    # Python looks methods up in the order of kinds; the mixin replaces those after it.
     after = [kind for kind in kinds[kinds.index(mixin) :] if not issubclass(mixin, kind)]
     for classes, reasons in ((kinds, _NEVER_CALLED), (after, _REPLACED)):
         for name, reason in reasons.items():

@@ -95,8 +95,7 @@ class PipelineTrainerMixin(Checkpoints):
         return self.pipeline
 
     def _captured(self, batch: Mapping[str, Any], items: Any) -> list[capture.CapturedLayer]:
-        """Layers of the objective; it must live as long as they do."""
-        self._objective = TrainerObjective(self, self.model)
+        self._objective = TrainerObjective(self, self.model)  # it must live as long as its layers
         inputs = self._inputs(batch, items)
         packed = {name: batch[name] for name in PACKED if name in batch}
         try:
@@ -237,9 +236,8 @@ class PipelineTrainerMixin(Checkpoints):
         )
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        """The norm before the pipeline clipped."""
         del model
-        return torch.tensor(self._step.grad_norm)
+        return torch.tensor(self._step.grad_norm)  # before the pipeline clipped
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         return self._clip_grad_norm(model) if grad_norm is None else grad_norm

@@ -146,9 +146,6 @@ class Last(Layer):
 
 
 def _is_looked_into(module: nn.Module) -> bool:
-    """Check for a list of modules without weights, such as rotary embeddings, over which a model
-    iterates.
-    """
     return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not has_weights(module)
 
 

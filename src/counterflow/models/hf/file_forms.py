@@ -156,7 +156,6 @@ def _kind(operation: object) -> str:
 
 
 def _is_supported(converter: Any) -> bool:
-    """True if a converter makes one tensor of several, or several of one, of nothing but tensors."""
     operations = converter.operations
     plain = all(not getattr(op, "check_dims", False) for op in operations)
     return (

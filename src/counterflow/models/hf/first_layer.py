@@ -113,11 +113,6 @@ class FirstLayer(Layer):
 
     @staticmethod
     def _embedded(arguments: dict[str, Any]) -> Tensor:
-        """The model's token ids, or vectors, after the form of masks and position ids was checked.
-
-        Raises:
-            ConfigError: they are not by sample and position.
-        """
         ids = arguments.get("input_ids")
         of = ids if ids is not None else arguments.get("inputs_embeds")
         if not isinstance(of, Tensor):
@@ -248,12 +243,10 @@ def _as_kwargs(inputs: Any) -> dict[str, Any]:
 
 
 def _with_mask(keywords: dict[str, Any], mask: Tensor | None, hidden: Tensor) -> dict[str, Any]:
-    """Arguments of recurrent layers, with the mask of padding that transformers leaves out.
-
-    It does so if samples have no padding or one position; stages pass on the same structure for all.
-    """
     if mask is None or mask.shape != hidden.shape[:2] or keywords.get("attention_mask", mask) is not None:
         return keywords
+    # Transformers leaves out the mask of samples without padding, or of one position. Stages pass on the
+    # same structure for all.
     idle = hidden.shape[1] == 1 or bool(mask.all())
     return {**keywords, "attention_mask": mask} if idle else keywords
 

@@ -59,9 +59,7 @@ def _counted(logits: Tensor, labels: Tensor) -> LossSum:
 
 
 def _classified(logits: Tensor, labels: Tensor) -> LossSum:
-    """The loss of labels as transformers interprets them: whole numbers are classes, others values or
-    probabilities.
-    """
+    # As transformers interprets labels: whole numbers are classes, others values or probabilities.
     if logits.shape[1] == 1:
         loss_sum = functional.mse_loss(logits.flatten(), labels.flatten().to(logits.dtype), reduction="sum")
         return LossSum(loss_sum, float(len(labels)))

@@ -101,7 +101,6 @@ def _varied(name: str, common: _Data, data: _Data, vary: _Data) -> Figure:
 
 
 def _merge(data: _Data, change: Mapping[str, Any]) -> None:
-    """Replace values in place; tables are merged, and an empty table removes what is there."""
     for key, value in change.items():
         if isinstance(value, dict) and value:
             _merge(data.setdefault(key, {}), value)

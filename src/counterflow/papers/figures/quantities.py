@@ -66,11 +66,10 @@ def _below(published: Published, table: Table) -> float | None:
 
 
 def _entry_fits(entry: FigureEntry) -> bool | None:
-    """True if the plan fits into the devices; None if there is no plan for another reason than memory."""
     peak = entry.peak_bytes
     if peak is not None:
         return peak <= entry.usable_bytes
-    return False if entry.too_large else None
+    return False if entry.too_large else None  # None: refused for another reason than memory
 
 
 VALUES: Mapping[Quantity, Callable[[Published, Table], float | None]] = {

@@ -87,7 +87,6 @@ class Case:
 
 
 def _bubble_ratio(result: Simulation) -> Fraction:
-    """Idle time over makespan, exact; in the steady period if the schedule has one."""
     if result.schedule.steady is None:
         total_time = Fraction(result.makespan) * result.schedule.workers
         return 1 - sum(map(Fraction, result.busy)) / total_time

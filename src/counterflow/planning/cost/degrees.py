@@ -216,7 +216,6 @@ class PositionGroups:
         return [count] * math.ceil(members / count)
 
     def _gather(self, stride: int, members: int) -> Collective:
-        """Half of an all-reduce: this is a reduce-scatter, and an all-gather of as many bytes."""
         if members == 1:
             return Collective()
         counts = self._counts(stride, members)
@@ -226,6 +225,7 @@ class PositionGroups:
             replace(node, allreduce_between=_shared(node.allreduce_between, crowd))
             for node, _ in self.cluster.kinds_of_nodes()
         ]
+        # A reduce-scatter, or an all-gather of as many bytes, is half of an all-reduce.
         both = all_reduce(self.cluster, counts, nodes)
         return Collective(both.latency_seconds / 2, both.seconds_per_byte / 2)
 

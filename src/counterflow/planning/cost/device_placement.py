@@ -282,8 +282,6 @@ def holding(
 
 
 class _NodeTable:
-    """Properties of the nodes of a cluster, by their numbers."""
-
     def __init__(self, cluster: Cluster) -> None:
         self._kinds = [node for node, _ in cluster.kinds_of_nodes()]
         self._equal = not cluster.kinds

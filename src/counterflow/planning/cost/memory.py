@@ -229,7 +229,6 @@ class _Walk:
             self._add_product(op, self._unsaved_output(stage) * self.work(op), stage + 1)
 
     def _store(self, op: Op) -> None:
-        """An op that only saves or frees tensors, such as a recomputation."""
         at_start, at_end = (amount * self.work(op) for amount in self._changes(op))
         stays = at_start + at_end
         self._note(at_start, stays)
@@ -271,7 +270,6 @@ class _Walk:
             self._add_product(op, self._input(op), stage - 1)
 
     def _release(self, op: Op, gradient: float) -> None:
-        """Free the input of an op's unit and its output's gradient, which nothing needs any more."""
         if op.stage < self.last:
             if self._is_local(op, op.stage + 1):
                 self.local_expiring += gradient

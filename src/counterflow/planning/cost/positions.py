@@ -78,7 +78,6 @@ def positioned(model: Model, profile: Profile, cluster: Cluster, degrees: Degree
 
 
 def _divided(kind: str, layer: LayerProfile, groups: PositionGroups, *, is_tied: bool) -> LayerProfile:
-    """The layer of one position of tensor parallelism."""
     positions, division = groups.degrees.tensor_parallel, layer.tensor_parallel
     if positions == 1 or division is None:
         return layer

@@ -95,8 +95,6 @@ def parameters_of(model: Model, profile: Profile) -> list[Parameter] | None:
 
 @dataclass(frozen=True)
 class _Group:
-    """Holders of the same stages: workers of each replica, and their nodes."""
-
     workers: tuple[int, ...]
     on: Holding
 
@@ -247,12 +245,10 @@ class Sharding:
         return ShardedState((tuple(owned),), tuple(owned), spared, tuple(updating), self._seconds(rows))
 
     def _seconds(self, rows: Sequence[tuple[_Group, float, int]]) -> float:
-        """Seconds until all broadcasts are done: a worker is in one group at a time, and a node's single way
-        out carries them all.
-        """
         free = [0.0] * self.placement.workers
         crossing = np.zeros(1 + max((max(group.on.nodes) for group, _, _ in rows), default=0))
         for group, size, count in sorted(rows, key=lambda row: row[0].ranks):
+            # A worker is in one group at a time, and a node's single way out carries all.
             done = max(free[w] for w in group.workers) + group.on.sends.seconds(size, count)
             for worker in group.workers:
                 free[worker] = done
@@ -290,7 +286,6 @@ class ShardedStates:
 
 @lru_cache(maxsize=256)
 def _holders(placement: Placement) -> tuple[tuple[int, ...], ...]:
-    """The workers of each stage."""
     return tuple(
         tuple(sorted({worker for _, worker in placement.copies(stage)})) for stage in range(placement.stages)
     )

@@ -120,7 +120,6 @@ def _stash(
     recompute: Recompute,
     skipped: float,
 ) -> float:
-    """Bytes from a forward to its backward if layers are computed again."""
     if recompute is Recompute.STAGE:
         return inputs[0] + skipped
     anyway = sum(layer.peak(layer.kept_anyway_bytes, samples) for layer in layers)
@@ -169,7 +168,7 @@ def _layer_by_layer(layers: Sequence[LayerProfile], inputs: Sequence[float], sam
 
 
 def _cast_gradients(layer: LayerProfile) -> float:
-    """Gradients of cast weights: an earlier micro-batch made the casts, and autograd processes them last."""
+    # An earlier micro-batch made the casts, and autograd processes them last.
     return layer.cast_bytes * layer.trained_bytes / layer.weights_bytes if layer.weights_bytes else 0.0
 
 
@@ -194,7 +193,6 @@ def _input_gradient(
     internal: Sequence[float],
     between: Sequence[float],
 ) -> float:
-    """Maximum of the first half of a split backward."""
     most = growth = stays = 0.0  # stays: the gradient of the output
     for number in reversed(range(len(layers))):
         layer, last = layers[number], number + 1 == len(layers)

@@ -71,19 +71,17 @@ class StageCosts:
 
     @cached_property
     def _kinds(self) -> list[tuple[str, ...]]:
-        """Kinds of the layers of each stage."""
         layers = self.model.layers
         return [layers[run.start : run.stop] for run in stage_layers(self.cuts, len(layers))]
 
     @cached_property
     def _distinct(self) -> tuple[list[tuple[str, ...]], list[int]]:
-        """Stages with different kinds of layers, and the number of each stage's among them."""
         distinct = [*dict.fromkeys(self._kinds)]
         return distinct, [*map(distinct.index, self._kinds)]
 
     def _folded(self, fold: Callable[[Sequence[LayerProfile]], _T]) -> tuple[_T, ...]:
-        """The fold of each stage's layers, once for equal stages."""
         distinct, which = self._distinct
+        # Once for equal stages.
         results = [fold([self._of_kind[kind] for kind in kinds]) for kinds in distinct]
         return tuple([results[number] for number in which])
 
@@ -110,7 +108,6 @@ class StageCosts:
 
     @cached_property
     def _distinct_layers(self) -> tuple[list[LayerCost], list[int]]:
-        """Different costs of stages, and the number of each stage's among them."""
         distinct = {id(layers): layers for layers in self.layers}
         numbers = {key: number for number, key in enumerate(distinct)}
         return [*distinct.values()], [numbers[id(layers)] for layers in self.layers]
@@ -252,15 +249,13 @@ class StageCosts:
 
     @cached_property
     def _layer_inputs(self) -> list[tuple[float, ...]]:
-        """Bytes of the input of each layer, by stage: the output of the layer before."""
         first, outputs = self.model.input_bytes, {k: x.output_bytes for k, x in self._of_kind.items()}
-        sizes = first, *(outputs[kind] for kind in self.model.layers[:-1])
+        sizes = first, *(outputs[kind] for kind in self.model.layers[:-1])  # the output of the layer before
         runs = stage_layers(self.cuts, len(sizes))
         return [tuple([size * self.samples for size in sizes[run.start : run.stop]]) for run in runs]
 
     @cached_property
     def _skipped(self) -> list[float]:
-        """Bytes of skip connections that enter each stage."""
         links, following = self._skips
         rows = zip(range(self.stages), [0.0, *following[:-1]], strict=True)
         return [sum((size for link, size in links if link.target == s), 0.0) + more for s, more in rows]
@@ -286,7 +281,6 @@ class StageCosts:
 
     @cached_property
     def _states(self) -> list[dict[Saved, float]]:
-        """Bytes that slices leave to later ones."""
         if not self.profile.positions:
             return [{}] * self.stages
         growing, constant = (

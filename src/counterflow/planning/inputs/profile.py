@@ -178,7 +178,6 @@ class LayerProfile:
             )
 
     def _require_parts(self) -> None:
-        """Refuse parts of the weights that exceed the whole."""
         for name, total in (("frozen_bytes", "weights_bytes"), ("low_precision_bytes", "trained_bytes")):
             part, of = getattr(self, name), getattr(self, total)
             if part > of:

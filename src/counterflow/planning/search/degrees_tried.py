@@ -65,7 +65,6 @@ def _require_positive(context: int, expert: int) -> None:
 
 
 def _fits(degrees: Degrees, model: Model, cluster: Cluster, constraints: Constraints) -> bool:
-    """True if nothing refuses degrees that no constraint names."""
     slices = constraints.slices is None or 1 in constraints.slices
     if model.shards_state or model.ties or model.gradient_share < 1:
         return False

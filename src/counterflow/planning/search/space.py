@@ -180,7 +180,6 @@ def _refuse_what_nothing_meets(
 
 
 def _zero_stages(model: Model, constraints: Constraints, *, flush: bool) -> tuple[int, ...]:
-    """Values to try if a stage has several holders: the one in its config, otherwise both."""
     values = constraints.zero_stages
     if model.shards_state and values == Constraints().zero_stages:
         values = (1,)

@@ -197,11 +197,6 @@ def local_stages(
 
 
 def _refuse_balances(schedule: Schedule, execution: Execution) -> None:
-    """Refuse biases of routers where a mini-batch begins before the update of the one before.
-
-    Raises:
-        ConfigError: mini-batches overlap.
-    """
     if not (schedule.synchronous and execution.barrier):
         raise ConfigError(
             "a TokenBalance moves its bias once an update, by the tokens of one mini-batch, and here a "
@@ -219,7 +214,6 @@ def _refuse_slices(schedule: Schedule, execution: Execution) -> None:
 
 
 def _split(schedule: Schedule, stages: dict[int, LocalStage]) -> tuple[int, ...]:
-    """Stages whose backward is split; each of them is prepared for it."""
     split = {op.stage for op in schedule.ops() if op.kind.rest is not None}
     numbers = tuple(stage for stage, copy in stages.items() if stage in split and copy.trains)
     for stage in numbers:
@@ -248,11 +242,6 @@ def _sharded(
     mesh: RankMesh,
     transport: Transport,
 ) -> ParallelDims:
-    """Let the user shard the weights of a worker's stages; who gets what samples follows from it.
-
-    Raises:
-        ConfigError: sharding does not go with the rest.
-    """
     schedule = model.schedule
     if execution.max_norm is not None and not schedule.synchronous:
         raise ConfigError(

@@ -60,8 +60,6 @@ class Rehearsal:
 
 
 class _LoneTransport:
-    """Transport of the one process that rehearses."""
-
     rank = 0
     shares_process = False
 
@@ -129,7 +127,6 @@ def rehearse(model: Model, degrees: MeshDegrees, replicas: int, ranks: Any = Non
 
 @contextmanager
 def _fake_ranks(count: int) -> Iterator[None]:
-    """Process group of ranks that do not exist; this process is rank 0."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415 - slow
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)

@@ -143,7 +143,6 @@ class RunForward(RunOp):
         return output
 
     def _save(self, batch: Batch, inputs: ForwardInput, unit_pass: StagePass, output: Output) -> Output:
-        """Save a pass for its backward; return the output to publish."""
         structure, tensors = output
         if batch.training:
             self.in_flight.passes[self.stage, inputs.unit] = unit_pass
@@ -169,9 +168,8 @@ class RunForward(RunOp):
         return [self._save(batch, *item) for item in zip(inputs, passes, outputs, strict=True)]
 
     def _count_state(self, unit: Unit, output: Output) -> None:
-        """Count the state that a slice leaves to the next one, which has that of the one before as input."""
         passes = self.in_flight.passes
-        if unit.part:
+        if unit.part:  # it has the state of the slice before as input
             passes[self.stage, unit._replace(part=unit.part - 1)].release_state()
         skips, (parts, tensors) = self.copy.skips, output
         if skips is not None and skips.carries and unit.part < unit.parts - 1:

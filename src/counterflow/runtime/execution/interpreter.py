@@ -217,7 +217,6 @@ class Interpreter:
             precision.forget()
 
     def _place(self, tasks: Tasks, task: ActionTask | None) -> str:
-        """``worker 2, action 5: Forward F1.2``."""
         if task is None:
             return f"worker {self.worker}"
         place = next(place for place, candidate in enumerate(tasks) if candidate is task)

@@ -193,8 +193,8 @@ def part(tree: Any, unit: Unit, batch: Batch, *, of_targets: bool) -> Any:
 
 
 def _no_loss(outputs: Sequence[Tensor]) -> Tensor:
-    """Loss of 0 of no samples, whose backward goes through all layers as those at other positions do."""
     ends = [tensor.reshape(-1)[:0].sum().float() for tensor in outputs if tensor.is_floating_point()]
+    # Its backward goes through all layers, as at other positions.
     return torch.stack(ends).sum() if ends else torch.zeros(())
 
 

@@ -137,16 +137,16 @@ def _in_thread(
     stream: AbstractContextManager[Any],
     training: bool,
 ) -> None:
-    """Compute in another thread as in the worker's: contexts of torch are each thread's own."""
+    # Contexts of torch are each thread's own.
     with stream, torch.set_grad_enabled(training), collecting(by_stage=True):
         compute()
 
 
 def _stream(device: torch.device) -> AbstractContextManager[Any]:
-    """Context of another thread that launches on the stream of this one."""
     if not holds_host(device):
         return nullcontext()
     module = module_of(device)
+    # Another thread has a current stream of its own.
     stream: AbstractContextManager[Any] = module.stream(module.current_stream(device))
     return stream
 

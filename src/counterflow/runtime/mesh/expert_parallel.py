@@ -184,14 +184,6 @@ def _divide(  # noqa: PLR0917
 
 
 def _divided(layer: nn.Module, parameter: nn.Parameter, mesh: DeviceMesh, *, reads: bool) -> Tensor:
-    """DTensor of a parameter [experts, ...] of a layer, of which each position has its experts.
-
-    Args:
-        layer: the layer.
-        parameter: the parameter.
-        mesh: positions that divide the experts.
-        reads: True to let the layer read the position's experts.
-    """
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor  # noqa: PLC0415 - see dtensors.py
 
     if not reads:

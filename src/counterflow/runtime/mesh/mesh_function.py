@@ -42,11 +42,6 @@ class MeshFunction:
         return []
 
     def _part(self, mesh: DeviceMesh) -> DeviceMesh:
-        """The positions along the dimensions that are used.
-
-        Raises:
-            ConfigError: the mesh has no such dimension.
-        """
         names = mesh.mesh_dim_names or ()
         for name in (*self.dims, *self.fully_shard):
             if name not in names:
@@ -58,13 +53,6 @@ class MeshFunction:
         return part
 
     def _shard_weights(self, stage: StageModule, mesh: DeviceMesh, **options: Any) -> None:
-        """Shard the stage if that was asked for.
-
-        Args:
-            stage: the stage.
-            mesh: further dimensions of the mesh.
-            options: arguments of ``fully_shard`` beside those of the constructor.
-        """
         if self.fully_shard:
             shard_weights(stage, mesh, self.fully_shard, **self.options, **options)
 
@@ -96,13 +84,6 @@ def shard_weights(stage: StageModule, mesh: DeviceMesh, dims: tuple[str, ...], *
 
 
 def _modules_of_rare_dtypes(layer: nn.Module) -> list[nn.Module]:
-    """Modules whose trained weights are not of the layer's usual dtype, as a router in float32.
-
-    ``fully_shard`` gathers weights of one dtype together.
-
-    Raises:
-        ConfigError: a module has trained weights of several dtypes.
-    """
     numbers = Counter[torch.dtype]()
     for parameter in layer.parameters():
         numbers[parameter.dtype] += parameter.numel() if parameter.requires_grad else 0

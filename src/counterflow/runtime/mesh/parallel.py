@@ -284,7 +284,6 @@ def gathered_parameters(stage: nn.Module) -> list[Tensor]:
 
 
 def _fsdp_groups(stage: nn.Module) -> list[Any]:
-    """The groups of parameters that FSDP gathers together, as torch's own pipelining reaches them."""
     return [group for module in fsdp_modules(stage) for group in fsdp_groups(module)]
 
 

@@ -209,6 +209,5 @@ class ParallelDims:
         return self._is_first_holder(rank, holders, without=weight.experts)
 
     def _is_first_holder(self, rank: int, holders: Sequence[int], *, without: Collection[int]) -> bool:
-        """True for the first holder at the first position along all dimensions but some."""
         dims = [dim for dim in (REPLICA, *self.further) if dim not in without]
         return self.mesh.coordinates(rank)[WORKER] == holders[0] and self.mesh.is_first(rank, dims)

@@ -74,7 +74,6 @@ def divided_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module, Plan]]:
 
 
 def _transformers_plan(name: str, module: nn.Module) -> Plan:
-    """Part of a transformers config's plan that names a module's children; empty if it has other styles."""
     entries: Mapping[str, str] = getattr(getattr(module, "config", None), "base_model_tp_plan", None) or {}
     parent = name.rpartition(".")[2]
     plan = {}

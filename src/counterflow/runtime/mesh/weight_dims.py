@@ -110,11 +110,6 @@ def agreed_dims(
 
 
 def _shard_dims(mesh: RankMesh, name: str, tensor: Tensor) -> frozenset[int]:
-    """Dimensions of the mesh along which each position has another part of a tensor.
-
-    Raises:
-        ConfigError: the tensor is sharded over replicas or workers, or positions have to add up their parts.
-    """
     if not is_dtensor(tensor):
         return frozenset()
     dims = frozenset[int]()
@@ -137,11 +132,6 @@ def _shard_dims(mesh: RankMesh, name: str, tensor: Tensor) -> frozenset[int]:
 
 
 def _refuse_ungathered(name: str, weight: WeightDims, samples: frozenset[int], names: Sequence[str]) -> None:
-    """Refuse a weight of which positions with samples of their own hold parts that nobody gathers.
-
-    Raises:
-        ConfigError: it is one; all workers raise it.
-    """
     if dims := (weight.shards - weight.reduced) & samples:
         raise ConfigError(
             f"{name} is sharded along dimension {names[min(dims) - 2]!r} of the mesh, whose positions have "

@@ -187,11 +187,10 @@ def flatten_value(value: object, place: str) -> tuple[Structure | None, list[Ten
 
 
 def _dense(tensor: Tensor, place: str) -> Tensor:
-    """The tensor, or a copy outside of inference mode of a tensor that was made in it."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         raise ConfigError(f"{place} gives {not_dense(tensor)}")
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        return tensor.clone()
+        return tensor.clone()  # made outside of inference mode
     return tensor
 
 

@@ -52,17 +52,9 @@ class FirstOfKind:
 
 @dataclass(slots=True)
 class _Kind:
-    """State of a kind of mini-batches.
-
-    Attributes:
-        tries: number of its mini-batches whose diagnosis did not decide.
-        mini_batches: number of its mini-batches.
-        settled: whether one was decided, or none can be.
-    """
-
-    tries: int = 0
+    tries: int = 0  # mini-batches whose diagnosis did not decide
     mini_batches: int = 0
-    settled: bool = False
+    settled: bool = False  # one was decided, or none can be
 
     @property
     def due(self) -> bool:
@@ -208,5 +200,4 @@ class FirstSteps:
 
 
 def _rechecks(step: int, *, trains: bool) -> bool:
-    """True in steps 1, 2, 4, 8 and so on: a unit is diagnosed though earlier ones of its kind were."""
-    return trains and is_doubling(step + 1)
+    return trains and is_doubling(step + 1)  # though earlier units of its kind were diagnosed

@@ -132,11 +132,8 @@ class LossOutput(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _seed(number: float, dtype: torch.dtype) -> float:
-    """Factor of a loss, rounded to the loss's dtype.
-
-    The sum of these factors divides later, so rounding occurs in both and equal
-    micro-batches have exactly equal weights.
-    """
+    # The sum of these factors divides later, so rounding occurs in both and equal micro-batches weigh the
+    # same.
     return torch.tensor(number, dtype=dtype).item() if dtype.itemsize < _SINGLE else number
 
 
@@ -144,7 +141,7 @@ _SINGLE = torch.float32.itemsize
 
 
 def _small(loss: Tensor) -> Tensor:
-    """A loss in memory of its own size: torch's mse_loss returns a view of all elements' losses."""
+    # The mean of torch's mse_loss is a view of all elements' losses.
     return loss.clone() if loss.untyped_storage().nbytes() > loss.nbytes else loss
 
 

@@ -37,15 +37,8 @@ _SCALING = frozenset(
 
 
 class _Mean(NamedTuple):
-    """Parts of a mean.
-
-    Attributes:
-        sum: sum before the division; None for a mean over elements, which stays as it is.
-        weight: divisor.
-    """
-
-    sum: Tensor | None
-    weight: Tensor | int
+    sum: Tensor | None  # before the division; None for a mean over elements, which stays as it is
+    weight: Tensor | int  # divisor
 
 
 class MeanLossDetector(StageWrapper):

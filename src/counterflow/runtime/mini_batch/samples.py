@@ -317,11 +317,6 @@ def spread_dims(dims: Dims, spec: pytree.TreeSpec) -> list[int | Entries | None]
 
 
 def _size(leaf: Any, dim: int | Entries, path: str, option: str) -> int | None:
-    """The samples of a leaf; None if it has none.
-
-    Raises:
-        ConfigError: it has no such dimension, or it is not known how to cut it.
-    """
     if isinstance(dim, Entries):
         if not isinstance(leaf, (list, tuple)):
             raise ConfigError(_no_entries(path, leaf, option))

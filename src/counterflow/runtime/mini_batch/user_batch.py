@@ -103,7 +103,6 @@ class UserBatch:
         return (None if self.inputs is None else known), (None if self.targets is None else targets or known)
 
     def _default_counts(self) -> list[int]:
-        """Sample counts of inputs without a batch dimension: one per ready micro-batch."""
         if self.ready and self.input_dims is None and self.target_dims is None:
             return [1] * len(self.inputs or self.targets or ())
         if self.ready:

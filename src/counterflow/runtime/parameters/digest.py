@@ -72,8 +72,7 @@ def _sum(words: Tensor, level: int = 0) -> Tensor:
 
 @cache
 def _factors(level: int, device: torch.device) -> Tensor:
-    """Odd numbers, so that one value that differs always differs in its product."""
     generator = torch.Generator().manual_seed(level)
     least, most = -(2**63), 2**63 - 1
     numbers = torch.randint(least, most, (_WIDTH,), generator=generator, dtype=torch.int64, device="cpu")
-    return (numbers | 1).to(device)
+    return (numbers | 1).to(device)  # odd, so one value that differs always differs in its product

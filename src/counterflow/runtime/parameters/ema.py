@@ -172,13 +172,12 @@ def _begun(parameter: nn.Parameter) -> Tensor:
 
 
 def _lists(pairs: Iterable[AveragedWeight]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Averages and weights of one dtype and device; those of lower precision one by one, as they are cast."""
     same: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = defaultdict(
         lambda: ([], [])
     )
     for parameter, average in pairs:
         weight = local(parameter).detach()
-        if weight.dtype is not average.dtype:
+        if weight.dtype is not average.dtype:  # of lower precision: by itself, as it is cast
             yield [average], [weight.to(average.dtype)]
             continue
         averages, weights = same[average.dtype, average.device]

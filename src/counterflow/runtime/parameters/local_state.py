@@ -272,7 +272,6 @@ class LocalState:
             _LOG.warning("the training state has no residuals of gradient sums: they begin with zero")
 
     def _names_of(self, first: str) -> tuple[str, ...]:
-        """All names of a weight, the first that is known before the others."""
         return first, *self._aliases.get(first, ())
 
     def _load_average(self, state: Mapping[str, Any]) -> None:

@@ -97,7 +97,6 @@ class OptimizerProbe:
 
 
 def _options_of(optimizer: Optimizer) -> list[dict[str, float]]:
-    """The numbers among the options of an optimiser's groups."""
     return [
         {key: float(value) for key, value in group.items() if isinstance(value, float | Tensor)}
         for group in optimizer.param_groups

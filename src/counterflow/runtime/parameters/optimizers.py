@@ -143,14 +143,13 @@ def refuse_others(optimizer: Optimizer, known: Container[int], stage: int) -> No
 
 
 def _refuse_arguments(stepper: Any, place: str, kind: str) -> None:
-    """Refuse before the first step what needs arguments for each step (LBFGS, ReduceLROnPlateau)."""
     wanted = [
         name
         for name, parameter in inspect.signature(stepper.step).parameters.items()
         if parameter.default is parameter.empty
         and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
-    if wanted:
+    if wanted:  # as LBFGS and ReduceLROnPlateau do
         raise ConfigError(
             f"{place}, a {type(stepper).__name__}, wants {' and '.join(wanted)} at each step, and a pipeline "
             f"has none to give; take {kind} that steps without, or change pipeline.optimizers between steps"
@@ -158,7 +157,6 @@ def _refuse_arguments(stepper: Any, place: str, kind: str) -> None:
 
 
 def _refuse_sparse(optimizer: Optimizer, stage: int) -> None:
-    """Refuse, before its first step, an optimiser for sparse gradients: those of a pipeline are dense."""
     if isinstance(optimizer, SparseAdam):
         raise ConfigError(
             f"the optimizer of stage {stage} is a SparseAdam, which takes sparse gradients alone, and a "

@@ -119,7 +119,6 @@ class Recipes:
             _refuse_other(known, recipe, source, rank, "", groups=True)
 
     def _tried(self) -> Recipe | None:
-        """The recipe for some small parameters; None: the user's function takes none such."""
         small = {"layer.weight": nn.Parameter(torch.zeros(2, 2)), "layer.bias": nn.Parameter(torch.zeros(2))}
         with self._streams.preserved():
             try:

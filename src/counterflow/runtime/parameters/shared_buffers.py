@@ -92,7 +92,6 @@ def shared_buffers(layers: Sequence[Sequence[NamedLayer]], loss: NamedLayer | No
 
 
 def _overlapping(tensors: Mapping[int, Tensor]) -> list[list[int]]:
-    """Groups of tensors, by key, with common memory; also tensors by themselves."""
     spans = sorted((*_span(key, tensor), key) for key, tensor in tensors.items())
     groups: list[list[int]] = []
     reach = ("", 0)
@@ -107,9 +106,8 @@ def _overlapping(tensors: Mapping[int, Tensor]) -> list[list[int]]:
 
 
 def _span(key: int, tensor: Tensor) -> tuple[str, int, int]:
-    """Device and addresses of a tensor's memory; of a tensor without memory a place of its own."""
     if tensor.is_meta or is_dtensor(tensor) or not tensor.numel():
-        return "none", key, key + 1
+        return "none", key, key + 1  # a place of its own
     elements = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     begin = tensor.data_ptr()
     return str(tensor.device), begin, begin + elements * tensor.element_size()
@@ -205,7 +203,6 @@ class _Watched:
 
 
 def _equal(tensor: Tensor, reference: Tensor) -> bool:
-    """Whether tensors are equal; values that are not numbers are equal to each other."""
     return tensor.equal(reference) or bool(
         ((tensor == reference) | (tensor.isnan() & reference.isnan())).all()
     )

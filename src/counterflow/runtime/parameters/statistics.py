@@ -80,7 +80,6 @@ class Statistics:
         self._sums[stage] = _StatisticsSum(copy.statistics, counted, flat, pending, len(group.ranks))
 
     def _counters(self, stage: int) -> list[tuple[Tensor, Tensor]]:
-        """A stage's counters, and what they were when the step began."""
         buffers = self._stages[stage].buffers
         counters = []
         for place in buffers.summed:

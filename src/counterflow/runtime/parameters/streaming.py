@@ -29,8 +29,6 @@ _PLAIN = Tensor, nn.Parameter, nn.Buffer
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Description of a tensor: what is known before its numbers."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -121,7 +119,7 @@ class Stream:
         return None
 
     def _answer(self, source: int) -> None:
-        """Let the sender go on, so that no more than a piece is between the two."""
+        # The sender waits for it, so that no more than a piece is between the two.
         self.transport.send_described([torch.zeros(1)], source, self._tag + 1).wait()
 
 

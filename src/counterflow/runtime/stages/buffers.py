@@ -83,7 +83,6 @@ class Buffers:
 
     @staticmethod
     def _replace(contents: Sequence[tuple[nn.Module, str, Tensor | None]]) -> None:
-        """Put copies of contents in place of buffers; a buffer of several modules is replaced by one copy."""
         copies: dict[int, Tensor] = {}
         for module, name, content in contents:
             buffer = buffers_of(module).get(name)

@@ -149,11 +149,6 @@ class _Graphs:
 
 
 def _chained(modules: Sequence[nn.Module], name: str) -> Callable[..., Value]:
-    """Return a function that runs modules one after the next.
-
-    Its code object and name are unique: torch limits compilations per code object, and stores by name which
-    sizes vary.
-    """
     first, *further = modules
 
     def block(*args: Any, **kwargs: Any) -> Value:
@@ -162,6 +157,7 @@ def _chained(modules: Sequence[nn.Module], name: str) -> Callable[..., Value]:
             value = module(value)
         return value
 
+    # Torch limits compilations per code object, and stores by name which sizes vary.
     block.__code__ = block.__code__.replace(co_name=name, co_qualname=name)
     return block
 

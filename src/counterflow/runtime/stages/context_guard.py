@@ -102,7 +102,6 @@ class ContextGuard(StageWrapper):
         return any(bool(gathered[0]) for gathered in rows)
 
     def _check(self, layer: NamedLayer, value: Value, step: int, rows: SampleRows) -> None:
-        """Diagnose a layer on its share; errors as of ``diagnose_shared_layer``."""
         stage = self._stage
         run = next(run for other, run, _ in stage.layer_runs() if other is layer)
         lower = not stage.precision.plain or torch.is_autocast_enabled(stage.streams.device.type)

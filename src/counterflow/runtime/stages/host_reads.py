@@ -22,8 +22,7 @@ class HostReadDetector(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Compiled layers run compiled."""
-        return False
+        return False  # compiled layers run compiled
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types

@@ -77,7 +77,6 @@ def materialised(
 
 @contextmanager
 def _without(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Context in which a module lacks some of its parameters."""
     parameters = {name: module.get_parameter(name) for name in names}
     for name in names:
         owner, _, leaf = name.rpartition(".")

@@ -109,8 +109,6 @@ class ModuleMirror:
 
 
 class _TensorMirror:
-    """A weight or a buffer of a user's module, and its copy, by the tables of the two modules."""
-
     def __init__(
         self, original: Mapping[str, Tensor | None], duplicate: Mapping[str, Tensor | None], name: str
     ) -> None:

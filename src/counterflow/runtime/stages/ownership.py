@@ -43,10 +43,8 @@ then calls 4, 8, 16, ..., and every call after which such a change was seen."""
 
 
 class _LocalObjects(NamedTuple):
-    """Identities of a worker's objects in this process: those of its layers, and the modules of its model."""
-
-    objects: set[int]
-    model: set[int]
+    objects: set[int]  # identities of what the layers reach
+    model: set[int]  # identities of the model's modules
 
 
 class ThreadLocalModules:

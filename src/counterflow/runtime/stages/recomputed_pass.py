@@ -238,7 +238,6 @@ def _published(
 
 
 def _nearly_equal(tensors: Sequence[Tensor], references: Sequence[Tensor]) -> bool:
-    """True if tensors are finite and equal up to rounding."""
     return all(
         bool(reference.isfinite().all())
         and distance(reference, tensor, skip_non_finite=False)

@@ -319,7 +319,6 @@ class SplitBackward:
         nodes: Sequence[Node],
         reached: Sequence[tuple[GradientEdge, Tensor | None]],
     ) -> None:
-        """Save the gradients at the detach points; weight gradients start from them."""
         at = 0
         for boundary in partition.boundaries:
             of_boundary = reached[at : at + len(boundary.outputs)]
@@ -372,10 +371,10 @@ def _captured(
 
 
 def _add(weight: Tensor, gradient: Tensor | None) -> None:
-    """Accumulate a gradient as autograd does: it may be another tensor's memory, and hooks wait for it."""
     if gradient is None:
         return
     if weight.grad is None:
+        # It may be another tensor's memory.
         weight.grad = gradient.to(weight.grad_dtype or gradient.dtype, copy=True)
     else:
         weight.grad.add_(gradient)

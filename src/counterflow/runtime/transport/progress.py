@@ -35,11 +35,9 @@ class Event(Protocol):
 
 @dataclass(slots=True)
 class _Entry:
-    """Work on the stream: if it is over, the host's action that launched it, the rank it waits for."""
-
     over: Callable[[], bool]
-    doing: object
-    waiting_for: int | None
+    doing: object  # the host's action that launched the work
+    waiting_for: int | None  # rank
 
 
 class Progress:

@@ -365,7 +365,6 @@ class Watch:
         return Failure(*json.loads(posted or report))
 
     def _await_end(self, failure: Failure) -> None:
-        """Give this worker time to end after a failure; then end its process."""
         if failure.rank == self._rank:
             self.error_raised = True
         else:

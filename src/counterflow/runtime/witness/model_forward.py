@@ -171,7 +171,6 @@ class ModelForward:
         return result
 
     def _elsewhere(self) -> bool:
-        """True if another thread calls, or a module that is called as a whole."""
         return self._atomic or threading.get_ident() != self._thread
 
     # -- draws

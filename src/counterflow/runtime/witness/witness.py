@@ -221,8 +221,8 @@ class Witness:
             self._workers.transport.gather([])
 
     def _find_changes(self) -> None:
-        """Learn whether a run has changed buffers: then only the first units of a step can be compared."""
         rows = self._workers.transport.gather([float(self._owner.changes_buffers)])
+        # If a run changed buffers, only the first units of a step can be compared.
         self._units.only_first = self._units.only_first or any(map(sum, rows))
 
     # -- units
@@ -338,7 +338,6 @@ class Witness:
         return StageResult(value, draws, stateful)
 
     def _loss(self, comparison: Comparison, output: Any, terms: Mapping[str, Tensor]) -> float | None:
-        """Mean loss of the unit, with the loss function's random draws and modes."""
         if not comparison.batch.has_loss:
             return None
         copy, rows = self._stages[self._schedule.stages - 1], comparison.unit.rows

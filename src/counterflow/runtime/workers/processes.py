@@ -146,8 +146,7 @@ class ProcessLaunch:
 
 @contextlib.contextmanager
 def _store() -> Iterator[int]:
-    """Port of a store where workers meet, which no other machine reaches."""
-    listening = socket.create_server((_HERE, 0))
+    listening = socket.create_server((_HERE, 0))  # no other machine reaches it
     port = listening.getsockname()[1]
     store = TCPStore(_HERE, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
     try:
@@ -157,10 +156,8 @@ def _store() -> Iterator[int]:
 
 
 class _WorkerInput(NamedTuple):
-    """Input of each worker process; unpickling its surroundings precedes that of the later fields."""
-
     folder: str
-    surroundings: Surroundings
+    surroundings: Surroundings  # unpickled before the later fields
     defaults: world.Defaults
     threads: int
     has_supervisor: bool

@@ -46,8 +46,7 @@ def versions() -> dict[str, object]:
 
 
 def _package() -> ModuleType:
-    """The package ``counterflow``, which its rooms may not import."""
-    return sys.modules[__name__.partition(".")[0]]
+    return sys.modules[__name__.partition(".")[0]]  # which its rooms may not import
 
 
 @cache

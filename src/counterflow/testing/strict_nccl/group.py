@@ -233,10 +233,8 @@ _GROUPED = _GroupedWork()
 
 
 class _AllToAllOutput(NamedTuple):
-    """Output of an all-to-all: a row of each rank, for the rank at ``place`` of the group."""
-
-    output: Tensor
-    place: int
+    output: Tensor  # a row of each rank
+    place: int  # of this rank in the group
 
 
 def _version(tensor: Tensor) -> int:

@@ -109,11 +109,6 @@ def _computed(device: Device, name: str, func: Any, args: Any, kwargs: Any) -> A
 def _device_of_operator(
     device: Device, name: str, inputs: list[Tensor], places: list[Place]
 ) -> Device | None:
-    """Device that an operator runs on; None for the host.
-
-    Raises:
-        RuntimeError: its tensors are in several places; the message is torch's.
-    """
     devices = [place for place in places if isinstance(place, Device)]
     if not devices:
         return None

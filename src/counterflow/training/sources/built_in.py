@@ -124,7 +124,6 @@ def _least_vocabulary(kind: str) -> int:
 
 
 def _shape(section: ModelSection) -> GPTConfig | BERTConfig:
-    """The model's shape. A model with a name keeps what no key of the config changes."""
     from counterflow.models.bert import BERTConfig
     from counterflow.models.gpt import GPTConfig
     from counterflow.models.presets import PRESETS

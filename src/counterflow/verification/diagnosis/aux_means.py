@@ -328,7 +328,6 @@ def _cut(value: Value, dim: int, rows: slice, size: int) -> Value:
 
 
 def _join(values: Sequence[Value], dim: int, size: int) -> Value | None:
-    """Two values as one; None if they differ in what has no samples."""
     flat, specs = zip(*(pytree.tree_flatten(value) for value in values), strict=True)
     if specs[0] != specs[1]:
         return None

@@ -142,8 +142,7 @@ def _size(tensor: Tensor) -> float:
 
 
 def _are_equal(first: Any, second: Any) -> bool:
-    """True if values that are not tensors are equal; objects of the same class count as equal."""
     if isinstance(first, Tensor) or isinstance(second, Tensor) or type(first) is not type(second):
         return False
     plain = (type(None), bool, int, float, complex, str, bytes)
-    return not isinstance(first, plain) or bool(first == second)
+    return not isinstance(first, plain) or bool(first == second)  # objects of a class count as equal

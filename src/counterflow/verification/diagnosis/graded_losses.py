@@ -177,12 +177,11 @@ def copied(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _separate_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Context in which functions that add to weights' gradients themselves add to others."""
     weights = [weight for weight in parameters if weight.is_leaf]  # a cast one has no gradient
     gradients = [weight.grad for weight in weights]
     try:
         for weight in weights:
-            weight.grad = None
+            weight.grad = None  # a function may add to it by itself
         yield
     finally:
         for weight, gradient in zip(weights, gradients, strict=True):

@@ -70,7 +70,6 @@ def diagnose_graph(graph: StageGraph, rerun: Callable[[], Sequence[Tensor]]) -> 
 def _refuse_existing(
     graph: StageGraph, unknown: Mapping[int, Tensor], rerun: Callable[[], Sequence[Tensor]]
 ) -> None:
-    """Refuse unknown tensors that are in the graph of a second run as well: they existed before."""
     before = versions(graph.weights)
     outputs = rerun()
     known = (unknown.get(id(leaf)) for leaf in _leaves(outputs, graph_of(outputs)))

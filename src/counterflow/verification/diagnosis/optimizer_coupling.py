@@ -35,10 +35,8 @@ NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
 
 class _Run(NamedTuple):
-    """Results of the compared parameters; ``drew``: random numbers were drawn."""
-
     results: list[Any]
-    drew: bool
+    drew: bool  # random numbers were drawn
 
 
 class OptimizerCouplingDiagnosis:

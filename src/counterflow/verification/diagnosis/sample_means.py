@@ -183,7 +183,6 @@ class SampleMeanDiagnosis:
             return self._probe.grade(output, _copied(target), samples, leaves)
 
     def _compare_parts(self, member: _Member) -> LossComparison:
-        """Compare a unit's loss with those of two parts, until two show anything."""
         comparison = UNDECIDED
         for point in split_points(member.samples):
             parts = [partial(self._part, member, slice(0, point))]
@@ -203,7 +202,6 @@ class SampleMeanDiagnosis:
         return self._graded(output, self._cut(member.target, rows), rows.stop - rows.start, leaves)
 
     def _cut(self, target: Any, rows: slice) -> Any:
-        """Some samples of a target; a slice refers to its whole sequence."""
         part = self._layout.cut_target(target, rows)
         sequences = self._layout.cut_target(pytree.tree_map_only(Tensor, _sequence, target), rows)
         trees = map(pytree.tree_leaves, (part, target, sequences))
@@ -214,7 +212,6 @@ class SampleMeanDiagnosis:
         return part
 
     def _save(self, member: _Member, *, decided: bool) -> None:
-        """Save a unit to be compared together with others; compare them if they are large."""
         if not self._joins or (decided and (self._single or member.bytes >= JOINED_BYTES)):
             return
         output = pytree.tree_map_only(Tensor, copied, member.output)  # the loss to come may change it
@@ -247,11 +244,6 @@ class SampleMeanDiagnosis:
         return self._graded(output, target, sum(samples), leaves)
 
     def _note(self, comparison: LossComparison, samples: int) -> None:
-        """Note the outcome of a comparison.
-
-        Raises:
-            ConfigError: the loss is no mean over samples.
-        """
         if not comparison.finite and self._reason is None:
             self._reason = "the loss, or a gradient of it, of some of the samples is not finite"
         self._decided = self._decided or comparison.decided
@@ -298,8 +290,6 @@ def _sequence(target: Tensor) -> Tensor:
 
 
 def _copied(target: Any) -> Any:
-    """A target in memory of its own, whose slices refer to their sequences."""
-
     def copy(tensor: Tensor) -> Tensor:
         clone = tensor.detach().clone()
         of: SliceOf | None = getattr(tensor, SLICE, None)

@@ -167,7 +167,6 @@ def _or_zeros(gradient: Tensor | None, leaf: Tensor) -> Tensor:
 
 
 def _gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Gradients of a sum of the outputs in which each element has another weight."""
     differentiable = [tensor for tensor in outputs if tensor.requires_grad]
     if not differentiable:
         return [None] * len(leaves)

@@ -110,8 +110,6 @@ class SlicedStage(Protocol):
 
 
 class _Slices(NamedTuple):
-    """Values of the slices of a micro-batch, their rows, and the value of the sequence, if known."""
-
     values: Sequence[Value]
     rows: Sequence[SliceRows]
     sequence: Value | None
@@ -119,17 +117,9 @@ class _Slices(NamedTuple):
 
 @dataclass(slots=True)
 class _StageState:
-    """Slices of a stage that are collected, and the length of the longest micro-batch so far.
-
-    Attributes:
-        micro_batch: step and number of the micro-batch whose slices are collected; None: none is due.
-        slices: its slices so far.
-        length: length in positions, or in elements of each sample.
-    """
-
-    micro_batch: tuple[int, int] | None = None
+    micro_batch: tuple[int, int] | None = None  # step and number; None: no micro-batch is due
     slices: list[tuple[Value, SliceRows]] = field(default_factory=list)
-    length: int = 0
+    length: int = 0  # of the longest micro-batch so far, in positions or in elements of each sample
 
 
 class SlicedLayerDiagnosis:

@@ -180,8 +180,8 @@ def _is_other_index(index: ast.AST, entries: Collection[Hashable]) -> bool:
 
 
 def _indices(step: Step) -> set[Hashable]:
-    """The indices that stand for a step: a member of a sequential is named by the text of its number."""
     kind, name = step
+    # A member of a sequential is named by the text of its number.
     return {name, int(name)} if kind is Kind.MEMBER and isinstance(name, str) and name.isdigit() else {name}
 
 

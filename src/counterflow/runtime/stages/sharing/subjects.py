@@ -226,10 +226,10 @@ def plain_key(key: object) -> Hashable:
 
 
 def _state_of(value: object) -> object:
-    """Contents of a tensor, by which a change in place is seen; of a large one its version."""
     if not isinstance(value, Tensor):
         return None
     large = value.is_meta or value.layout is not torch.strided or value.numel() > LARGEST
+    # A copy shows a change in place; of a large tensor its version does.
     return version_of(value) if large else value.detach().clone()
 
 
