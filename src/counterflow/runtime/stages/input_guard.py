@@ -87,6 +87,7 @@ def _with_strides(tensor: Tensor, dense: Tensor) -> Tensor:
 
 
 def non_leaf(tensor: Tensor) -> Tensor:
+    """A tensor with the same memory and its own version counter: parts of a mini-batch share a counter."""
     if not tensor.is_leaf:
         return tensor
-    return same_memory(tensor)  # with a version counter of its own: parts of a mini-batch share one
+    return same_memory(tensor)
