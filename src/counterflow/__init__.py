@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .checkpoints import load_checkpoint, load_weights, save_checkpoint
     from .execution import Batching, Execution
     from .planning.scheme_comparison import Comparison, compare
+    from .runtime.counted_memory import memory
     from .runtime.execution.evaluation import PendingEvaluation
     from .runtime.execution.step import Evaluation, Step
     from .runtime.mesh.context_parallel import ContextParallel
@@ -93,6 +94,7 @@ __all__ = [
     "load_checkpoint",
     "load_weights",
     "lower",
+    "memory",
     "models",
     "next_target",
     "plan",
@@ -145,6 +147,7 @@ _LATE = {
     "limit_capacity": "api.experts",
     "load_checkpoint": "checkpoints",
     "load_weights": "checkpoints",
+    "memory": "runtime.counted_memory",
     "models": "",
     "next_target": "api.loss_sum",
     "plan": "verbs",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Never, Self, Unpack
 
@@ -24,6 +25,9 @@ from .assembly.pipeline_arguments import PipelineArguments
 from .engine import build_engine
 from .execution.evaluation import PendingEvaluation
 from .execution.step import Evaluation, Step
+from .footprint.available import warn_of_states
+from .footprint.count import MemorySubject, count_memory, shared_count
+from .footprint.footprint import Memory
 from .generation import Sampling
 from .mesh.parallel import Parallelize
 from .mesh.rank_mesh import Mesh
@@ -128,6 +132,7 @@ class Pipeline(PipelineStates, PipelineProperties):
             transport=transport,
             device=device,
         ).checked()
+        self._arguments = arguments
         self.transport = arguments.open_transport()
         self._engine = engine = build_engine(arguments, self.transport, self)
         local, workers = engine.local, engine.workers
@@ -222,6 +227,8 @@ class Pipeline(PipelineStates, PipelineProperties):
             WorkerError: a worker failed, or the loss or a gradient is not finite. The pipeline is closed
                 then, as after all errors but that one, and later calls repeat the error.
         """
+        if not self.steps:
+            warn_of_states(self.optimizers.values(), self.device, self.worker)
         user_batch = partial(self._engine.batches.user_batch, inputs, targets, kwargs, micro_batches, samples)
         return self._engine.training.step(user_batch, update=update, outputs=outputs)
 
@@ -260,6 +267,44 @@ class Pipeline(PipelineStates, PipelineProperties):
             ConfigError: gradients wait for an update.
         """
         self._engine.state_dicts.settle(call)
+
+    def memory(
+        self,
+        inputs: Any = None,
+        targets: Any = None,
+        *,
+        kwargs: Mapping[str, Any] | None = None,
+        micro_batches: Sequence[Sequence[Any]] | None = None,
+        samples: Sequence[int] | None = None,
+    ) -> Memory:
+        """Count the memory of each worker in a step on such a mini-batch, without one; all workers call it.
+
+        The first worker counts as ``cf.memory`` does, and all get the result. A warning is logged if a worker
+        needs more than is available.
+
+        Args:
+            inputs: as of ``step``, but on the first worker too whatever its stages; of numbers only the
+                shapes count, so tensors may be on the meta device.
+            targets: as of ``step``.
+            kwargs: as of ``step``.
+            micro_batches: as of ``step``.
+            samples: as of ``step``.
+
+        Raises:
+            ConfigError: the memory depends on values, or ``parallelize`` shards weights.
+        """
+        batch = {
+            "inputs": inputs,
+            "targets": targets,
+            "kwargs": kwargs,
+            "micro_batches": micro_batches,
+            "samples": samples,
+        }
+        arguments = replace(self._arguments, cuts=self.cuts, costs=None)
+        subject = MemorySubject(arguments, batch, self.replicas)
+        with self._engine.guard.reported():
+            self._engine.guard.agree(CallKind.MEMORY)
+            return shared_count(partial(count_memory, type(self), subject), self.transport)
 
     # -- forwards alone
 

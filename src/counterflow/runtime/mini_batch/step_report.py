@@ -36,6 +36,7 @@ class CallKind(IntEnum):
     """A call that begins otherwise."""
     RECORD = -9
     """A call before which the model is recorded again, as it has changed."""
+    MEMORY = -10
 
     def __str__(self) -> str:
         return _IN_WORDS.get(self, self.name.lower())

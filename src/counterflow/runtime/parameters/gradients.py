@@ -62,10 +62,15 @@ class GradientGroup:
         self.make()
 
     @property
+    def buffers(self) -> list[Tensor]:
+        """Buffers of the gradients, and of what was lost of them when they were sent."""
+        residuals = [flat.residual for flat in self._flats if flat.residual is not None]
+        return residuals + [flat.buffer for flat in self._flats]
+
+    @property
     def nbytes(self) -> int:
         """Size of the buffers in bytes."""
-        residuals = sum(flat.residual.nbytes for flat in self._flats if flat.residual is not None)
-        return residuals + sum(flat.buffer.nbytes for flat in self._flats)
+        return sum(buffer.nbytes for buffer in self.buffers)
 
     @property
     def ranks(self) -> tuple[int, ...]:

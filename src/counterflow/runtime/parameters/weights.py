@@ -316,6 +316,24 @@ class Weights:
         for copy in self.stages.values():
             copy.discard_gradients()
 
+    def weight_tensors(self) -> Iterator[Tensor]:
+        """Weights in all stored versions, and buffers."""
+        for copy in self.stages.values():
+            yield from map(local, copy.parameters())
+            yield from copy.versions.tensors if copy.versions is not None else ()
+            yield from (buffer for layer in copy.with_weights for buffer in layer.module.buffers())
+
+    def gradient_tensors(self) -> Iterator[Tensor]:
+        """Buffers in which gradients are added and summed."""
+        for gradients in self.placement.all_gradients():
+            yield from gradients.buffers
+
+    def optimizer_tensors(self) -> Iterator[Tensor]:
+        """States of the optimisers."""
+        for optimizer in self.optimizers.values():
+            states = (value for state in optimizer.state.values() for value in state.values())
+            yield from (local(value) for value in states if isinstance(value, Tensor))
+
     def held_bytes(self) -> int:
         """Bytes of all versions of the weights, buffers, gradients and optimiser state on this worker."""
         total = sum(gradients.nbytes for gradients in self.placement.all_gradients())
@@ -323,9 +341,7 @@ class Weights:
             weights = sum(local(parameter).nbytes for parameter in copy.parameters())
             total += weights * (1 if copy.versions is None else copy.versions.peak)
             total += sum(buffer.nbytes for layer in copy.with_weights for buffer in layer.module.buffers())
-        for optimizer in self.optimizers.values():
-            states = (value for state in optimizer.state.values() for value in state.values())
-            total += sum(local(value).nbytes for value in states if isinstance(value, Tensor))
+        total += sum(tensor.nbytes for tensor in self.optimizer_tensors())
         return total if self.average is None else total + self.average.nbytes
 
     # -- an average of the weights

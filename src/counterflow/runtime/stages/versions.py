@@ -65,6 +65,11 @@ class Versions:
         return tuple(sorted(self._tensors))
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """Memory of all stored versions."""
+        return [tensor for version in self._tensors.values() for tensor in version]
+
+    @property
     def swapped(self) -> frozenset[int]:
         """Identities of the parameters that have versions."""
         return self._ids
