@@ -364,8 +364,8 @@ class Batching(Options):
 class Flat(TypedDict, total=False):
     """The fields of both records as keywords, with what is accepted in place of their values."""
 
-    recompute: Recompute | str
-    sync: Sync | str
+    recompute: Recompute | Literal["none", "stage", "layer"]
+    sync: Sync | Literal["end", "eager", "eager-opt"]
     op_times: OpTimes | None
     compress: bool
     gradient_compression: Literal["bfloat16", "int8"] | None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from .errors import ConfigError
 from .execution import Execution
@@ -23,7 +23,8 @@ from .planning.search.search import Progress, search
 from .planning.search.search_result import SearchResult
 from .planning.task import PlanningTask
 from .schedule import registry
-from .schedule.ir import OptionValue, Schedule
+from .schedule.ir import Schedule
+from .schedule.sizes import Sizes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -173,7 +174,7 @@ def predict(
     mini_batch: int | None = None,
     replicas: int = 1,
     samples: int = 1,
-    **sizes: OptionValue,
+    **sizes: Unpack[Sizes],
 ) -> Prediction:
     """Predict the step and the memory of one configuration of a model on a cluster.
 

@@ -52,7 +52,7 @@ SLICED = [
 ]
 
 
-def _work(schedule: Schedule, recompute: str, **options: Any) -> tuple[list[StageCost], int]:
+def _work(schedule: Schedule, recompute: Any, **options: Any) -> tuple[list[StageCost], int]:
     with torch.device("meta"):
         layers = EXAMPLE.build()
     generator = torch.Generator().manual_seed(1)
@@ -77,7 +77,7 @@ class _Adds(torch.nn.Linear):
         return found
 
 
-def _skipping(schedule: Schedule, recompute: str) -> tuple[list[StageCost], int]:
+def _skipping(schedule: Schedule, recompute: Any) -> tuple[list[StageCost], int]:
     past, after = cf.Skip("past the next stage"), cf.Skip("to the next stage")
     layers = [
         torch.nn.Sequential(torch.nn.Linear(8, 64), past.saver()),
@@ -109,7 +109,7 @@ class _Remembers(torch.nn.Module):
         return found
 
 
-def _remembering(schedule: Schedule, recompute: str) -> tuple[list[StageCost], int]:
+def _remembering(schedule: Schedule, recompute: Any) -> tuple[list[StageCost], int]:
     inputs = torch.ones(SAMPLES * schedule.micro_batches, 64, 4)
     pipeline = Pipeline(
         [torch.nn.Linear(4, 32), *(_Remembers() for _ in range(4)), torch.nn.Linear(32, 4)],
@@ -133,7 +133,7 @@ class _AddsLoss(torch.nn.Linear):
 
 
 @pytest.mark.parametrize("recompute", ["none", "layer"])
-def test_layers_that_add_to_the_loss(recompute: str) -> None:
+def test_layers_that_add_to_the_loss(recompute: Any) -> None:
     schedule = schemes.zb_h1(3, 4)
 
     def work() -> tuple[list[StageCost], int]:
@@ -149,7 +149,7 @@ def test_layers_that_add_to_the_loss(recompute: str) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "stage", "layer"])
-def test_a_recurrent_state_counts_for_each_slice(recompute: str) -> None:
+def test_a_recurrent_state_counts_for_each_slice(recompute: Any) -> None:
     for schedule in (
         schemes.dapple(stages=2, micro_batches=3, slices=4),
         schemes.zb_h1(stages=2, micro_batches=3, slices=8),
@@ -167,7 +167,7 @@ def _sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("recompute", ["none", "stage", "layer"])
-def test_skips_are_measured_with_their_stages(recompute: str) -> None:
+def test_skips_are_measured_with_their_stages(recompute: Any) -> None:
     found = launch(_skipping, schemes.dapple(4, 4), recompute, workers=4, transport="local")
     costs = found[0][0]
     assert [cost.profile.output_bytes for cost in costs] == [4 * 4 * 64, 4 * 4 * 32, 4 * 4 * 32, 0]
@@ -181,7 +181,7 @@ def test_skips_are_measured_with_their_stages(recompute: str) -> None:
 @pytest.mark.table
 @pytest.mark.parametrize("recompute", ["none", "stage", "layer"])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-def test_the_count_is_the_prediction(schedule: Schedule, recompute: str) -> None:
+def test_the_count_is_the_prediction(schedule: Schedule, recompute: Any) -> None:
     found = launch(_work, schedule, recompute, workers=schedule.workers, transport="local")
     _is_predicted(schedule, recompute, found)
 
@@ -189,7 +189,7 @@ def test_the_count_is_the_prediction(schedule: Schedule, recompute: str) -> None
 @pytest.mark.table
 @pytest.mark.parametrize("recompute", ["none", "stage", "layer"])
 @pytest.mark.parametrize("schedule", SLICED, ids=str)
-def test_of_slices_states_count_where_the_rest_is_computed_again(schedule: Schedule, recompute: str) -> None:
+def test_of_slices_states_count_where_the_rest_is_computed_again(schedule: Schedule, recompute: Any) -> None:
     found = launch(_work, schedule, recompute, workers=schedule.workers, transport="local")
     costs = found[0][0]
     keys_and_values = 2 * SAMPLES * EXAMPLE.positions * EXAMPLE.hidden * 4
@@ -209,7 +209,7 @@ def test_cast_weights_count_once(how: str) -> None:
 
 
 def _is_predicted(
-    schedule: Schedule, recompute: str, found: list[tuple[list[StageCost], int]], *, within: float = 0.02
+    schedule: Schedule, recompute: Any, found: list[tuple[list[StageCost], int]], *, within: float = 0.02
 ) -> None:
     costs = found[0][0]
     memory = cf.ByteCosts(

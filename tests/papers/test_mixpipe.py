@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from functools import cache
 from itertools import chain, product
+from typing import Any
 
 import pytest
 
@@ -284,7 +285,8 @@ def test_section_iii_a_asymmetric_orders(setting: tuple[int, int, int]) -> None:
     assert max(result.peak_activations) == injected + early
     assert idle(depth, injected, early) == injected_first
     for options in ({"split": True}, {"micro_batches": 2 * depth}, {"slices": 2}):
-        changed = {"stages": depth, "micro_batches": depth, "injected": injected, "early_forwards": early}
+        changed: dict[str, Any] = {"stages": depth, "micro_batches": depth, "injected": injected}
+        changed["early_forwards"] = early
         check(mixpipe(**(changed | options), asymmetric=True))
 
 

@@ -107,7 +107,7 @@ def alone(case: Case) -> Told:
     return losses, norms, model.state_dict()
 
 
-def piped(case: Case, pairs: Sequence[tuple[Schedule, str]]) -> list[Told]:
+def piped(case: Case, pairs: Sequence[tuple[Schedule, Any]]) -> list[Told]:
     """What one worker found with each schedule and recomputation; named by the model's own names."""
     found = []
     for schedule, mode in pairs:

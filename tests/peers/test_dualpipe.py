@@ -44,7 +44,7 @@ def test_a_criterion_over_several_outputs_and_targets(workers: int) -> None:
     agrees(CASE, workers)
 
 
-def _with_outputs(schedule: Schedule, mode: str) -> Any:
+def _with_outputs(schedule: Schedule, mode: Any) -> Any:
     pipeline = Pipeline(CASE.layers(), criterion, schedule, optimizer=adamw, recompute=mode)
     one = given(0)
     step = pipeline.step(one.inputs, one.targets, outputs=True)
@@ -54,7 +54,7 @@ def _with_outputs(schedule: Schedule, mode: str) -> Any:
 @pytest.mark.table
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", SCHEMES[2], ids=str)
-def test_outputs_of_a_step_in_the_samples_order(schedule: Schedule, mode: str) -> None:
+def test_outputs_of_a_step_in_the_samples_order(schedule: Schedule, mode: Any) -> None:
     with torch.no_grad():
         left, right = nn.Sequential(*CASE.layers())(given(0).inputs)
     found = launch(_with_outputs, schedule, mode, workers=2, transport="local")

@@ -464,11 +464,15 @@ AT_ONCE: list[tuple[Any, dict[str, Any], str]] = [
         {"loss_function": nn.MSELoss(reduction="sum")},
         "a MSELoss with reduction='sum'",
     ),
-    (lambda: listed(linear()), {"optimizer": torch.optim.LBFGS}, "a LBFGS, wants closure at each step"),
+    (
+        lambda: listed(linear()),
+        {"optimizer": torch.optim.LBFGS},
+        r"\(LBFGS\) wants closure at each step",
+    ),
     (
         lambda: listed(linear()),
         {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau},
-        "a ReduceLROnPlateau, wants metrics at each step",
+        r"\(ReduceLROnPlateau\) wants metrics at each step",
     ),
 ]
 

@@ -567,11 +567,36 @@ def test_registry_names() -> None:
 
 def test_1f1b_is_dapple() -> None:
     assert scheme("1f1b") is scheme("dapple")
+    assert scheme("dapple").title == "1F1B (dapple)"
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [
+        ("1F1B", "dapple"),
+        ("DAPPLE", "dapple"),
+        ("GPipe", "gpipe"),
+        ("Interleaved1F1B", "interleaved"),
+        ("interleaved-1f1b", "interleaved"),
+        ("InterleavedZeroBubble", "interleaved-zb"),
+        ("ZB-V", "zb-v"),
+        ("ZBV", "zb-v"),
+        ("zb_v", "zb-v"),
+        ("ScheduleZBVZeroBubble", "zb-v"),
+        ("ZB-H1", "zb-h1"),
+        ("V-Half", "v-half"),
+        ("DualPipeV", "dualpipe-v"),
+        ("DualPipe", "dualpipe"),
+        ("PipeDream-2BW", "pipedream-2bw"),
+    ],
+)
+def test_names_as_papers_and_torch_write_them(spelling: str, name: str) -> None:
+    assert scheme(spelling).name == name
 
 
 @pytest.mark.parametrize(
     ("wrong", "near"),
-    [("chimra", "chimera"), ("hanaio", "hanayo"), ("g-pipe", "gpipe"), ("pipedream2bw", "pipedream-2bw")],
+    [("chimra", "chimera"), ("Hanaio", "hanayo"), ("GPipes", "gpipe"), ("DualPipe-W", "dualpipe-v")],
 )
 def test_unknown_scheme_gets_a_suggestion(wrong: str, near: str) -> None:
     with pytest.raises(ConfigError, match=rf"unknown scheme '{wrong}'.*did you mean '{near}'") as info:
@@ -581,7 +606,7 @@ def test_unknown_scheme_gets_a_suggestion(wrong: str, near: str) -> None:
 
 
 def test_unknown_scheme_without_a_near_one_lists_all() -> None:
-    with pytest.raises(ConfigError, match=r"unknown scheme 'zzz'.* Known: chimera, dapple"):
+    with pytest.raises(ConfigError, match=r"unknown scheme 'zzz'.* Known: chimera, 1F1B \(dapple\), dualp"):
         scheme("zzz")
 
 

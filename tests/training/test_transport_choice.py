@@ -17,6 +17,7 @@ from counterflow.training.transport_choice import with_transport
         (3, "auto", None, "gloo", "on the CPU, and not on the 3 GPUs here, messages by gloo"),
         (2, "auto", "2", "nccl", "on a GPU each (a GPU), messages by nccl"),
         (1, "gloo", None, "gloo", "on the CPU, and not on the 1 GPU here, messages by gloo"),
+        (0, "nccl", None, "nccl", "on a GPU each, messages by nccl; this machine has 0 GPUs for 4 workers"),
         (1, "local", None, "local", "on the CPU, and not on the 1 GPU here, messages by local"),
     ],
 )

@@ -64,15 +64,16 @@ def _listed(model: Model, list_layers: ListLayers | None) -> list[nn.Module]:
     if isinstance(model, nn.Sequential) and type(model).forward is not nn.Sequential.forward:
         raise ConfigError(
             f"the {type(model).__name__} has a forward of its own, which no stage would run; move it into "
-            "layers, or give list_layers, a function that lists this model's layers"
+            "layers, or give example=, the inputs of a step, so that its layers are captured"
         )
     if isinstance(model, (nn.Sequential, nn.ModuleList)):
         return list(model)  # not children(), which skips a module that stands there twice
     if isinstance(model, Sequence):
         return list(model)
     raise ConfigError(
-        f"the layers of a {type(model).__name__} are not known: give an nn.Sequential, a list of "
-        "modules, or list_layers, a function that lists this model's layers"
+        f"the layers of {type(model).__name__} are not known: give example=, the inputs of a step, and they "
+        "are captured; or an nn.Sequential, a list of modules, or list_layers, a function that lists this "
+        "model's layers"
     )
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 from counterflow.errors import ConfigError
-from counterflow.schedule.ir import OptionValue, Schedule
+from counterflow.schedule.ir import Schedule
 from counterflow.schedule.registry import schedule_of
+from counterflow.schedule.sizes import Sizes
 from counterflow.simulation import Simulation, simulate
 
 from .chart import Arrow, Box, BoxKind, BoxLane, Bubble, Chart, Memory
@@ -59,7 +60,7 @@ def draw(
     width: float | None = None,
     font: str | None = None,
     grey: bool = False,
-    **sizes: OptionValue,
+    **sizes: Unpack[Sizes],
 ) -> Figure | None:
     """Draw a simulated schedule into a file, on your own axes, or as a matplotlib figure.
 

@@ -205,7 +205,7 @@ def _heading(schedule: Schedule, costs: Costs) -> str:
         words.append(f"W={costs.replicas}")
     if costs.recompute is not Recompute.NONE:
         words.append(f"recompute {costs.recompute}")
-    return f"{schedule.scheme}  {', '.join(filter(None, words))}"
+    return f"{registry.title(schedule.scheme)}  {', '.join(filter(None, words))}"
 
 
 def _option(scheme: str, name: str, value: OptionValue) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from counterflow.common.plurals import plural
 from counterflow.drawing.chart import percent
 from counterflow.drawing.time_units import bytes_text, compact, time_unit
 from counterflow.planning.scheme_comparison import Compared, Comparison
@@ -39,7 +40,8 @@ def compare(request: CompareRequest, report: Callable[[dict[str, Any]], None]) -
     )
     longest = max((row.step for row in comparison.best), default=1.0)
     return {
-        "heading": f"{comparison.workers} workers, {comparison.micro_batches} micro-batches",
+        "heading": f"{plural(comparison.workers, 'worker')}, "
+        f"{plural(comparison.micro_batches, 'micro-batch')}",
         "rows": [_row(comparison, row, longest) for row in comparison.best],
         "too_large": len(comparison.too_large),
         "left_out": [f"{name}: {reason}" for name, reason in comparison.left_out],

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
+from counterflow.common.plurals import plural
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.placement import Placement
@@ -223,6 +224,7 @@ def limits_of(peak: str | None, memory: str | None, schedule: Schedule) -> dict[
                 raise ConfigError(f"{name}={number}: must be 0 or more, and at most {MOST_COST:g}")
         if isinstance(value, tuple) and len(value) != schedule.workers:
             raise ConfigError(
-                f"{name}: {len(value)} numbers for {schedule.workers} workers; give one, or one a worker"
+                f"{name}: {plural(len(value), 'number')} for {plural(schedule.workers, 'worker')}; give "
+                "one, or one a worker"
             )
     return limits

@@ -18,6 +18,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
 
+from counterflow.common.plurals import plural
 from counterflow.drawing import Chart, chart_of, draw_charts, order_chart
 from counterflow.drawing.page import page_data
 from counterflow.drawing.time_units import AmountUnit, bytes_text, compact, time_unit
@@ -264,7 +265,8 @@ def _note(shown: Sequence[_Shown]) -> str:
     if any(item.unit is CostsOf.STAGE or item.costs.memory is None for item in large):
         what = "Costs and activations" if any(item.unit is CostsOf.STAGE for item in large) else "Activations"
         sizes = (
-            f"{schedule.scheme} has {schedule.stages} stages on {schedule.workers} workers"
+            f"{schedule.scheme} has {plural(schedule.stages, 'stage')} on "
+            f"{plural(schedule.workers, 'worker')}"
             for schedule in (item.schedule for item in large)
         )
         parts.append(f"{what} are those of one stage, and {' and '.join(sizes)}.")

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
+from counterflow.common.plurals import plural
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Recompute
@@ -428,7 +429,8 @@ def play_one_by_one(
     placement = workload.placement
     if placement.workers * replicas > predictor.cluster.size:
         raise ConfigError(
-            f"{placement.workers} workers · {replicas} replicas need {placement.workers * replicas} devices, "
+            f"{plural(placement.workers, 'worker')} · {plural(replicas, 'replica')} need "
+            f"{placement.workers * replicas} devices, "
             f"but cluster {predictor.cluster.name} has {predictor.cluster.size}"
         )
     problem = problem_of(workload, Costs())

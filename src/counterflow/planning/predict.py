@@ -11,6 +11,7 @@ import math
 from functools import cache, lru_cache, partial
 from typing import Any
 
+from counterflow.common.plurals import plural
 from counterflow.errors import ConfigError
 from counterflow.program.player import accelerated
 from counterflow.program.sync import needs_sync
@@ -138,7 +139,8 @@ class Predictor:
             of = "of tensor parallelism" if degree == self.degrees.tensor_parallel else "of a worker"
             positions = f" · {degree} positions {of}" if degree > 1 else ""
             raise ConfigError(
-                f"{schedule.workers} workers · {configuration.replicas} replicas{positions} need "
+                f"{plural(schedule.workers, 'worker')} · "
+                f"{plural(configuration.replicas, 'replica')}{positions} need "
                 f"{needed * degree} devices, but cluster {self.cluster.name} has {self.inputs.devices.size}"
             )
         _require_flush(configuration, schedule, barrier=self.model.barrier)

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, count
-from typing import Any
+from typing import Any, Literal
 
 from counterflow.common.html import table, titled
+from counterflow.common.plurals import plural
 from counterflow.errors import ConfigError
 from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue, Schedule
@@ -167,7 +168,8 @@ class Comparison:
         """One line."""
         best = f", best {self.rows[0].name}: {self.rows[0].step:.6g}" if self.rows else ""
         counted = f"{len(self.rows)} of {len(self.rows) + len(self.too_large)} schedules within the limits"
-        return f"Comparison({self.workers} workers, {self.micro_batches} micro-batches, {counted}{best})"
+        size = f"{plural(self.workers, 'worker')}, {plural(self.micro_batches, 'micro-batch')}"
+        return f"Comparison({size}, {counted}{best})"
 
     def _repr_html_(self) -> str:
         columns = ("scheme", "step", "bubbles", "activations", "weights", "")
@@ -182,7 +184,10 @@ class Comparison:
             )
             for row in self.best
         ]
-        return titled(f"{self.workers} workers, {self.micro_batches} micro-batches", table(columns, rows))
+        return titled(
+            f"{plural(self.workers, 'worker')}, {plural(self.micro_batches, 'micro-batch')}",
+            table(columns, rows),
+        )
 
     @property
     def best(self) -> tuple[Compared, ...]:
@@ -198,7 +203,7 @@ def compare(
     micro_batches: int,
     costs: Costs | None = None,
     *,
-    costs_of: CostsOf | str = CostsOf.WORKER,
+    costs_of: CostsOf | Literal["worker", "model"] = CostsOf.WORKER,
     schemes: Sequence[str] | None = None,
     peak: float | None = None,
     memory_bytes: float | None = None,
@@ -230,7 +235,7 @@ def compare(
 
     >>> found = compare(4, 8, schemes=["gpipe", "1f1b", "zb-v"], peak=4)
     >>> [(row.name, row.step, row.activations) for row in found.best]
-    [('zb-v', 25.5, 4.0), ('dapple, split', 30.0, 4.0)]
+    [('zb-v', 25.5, 4.0), ('1F1B (dapple), split', 30.0, 4.0)]
     >>> found.too_large[0].scheme, found.too_large[0].activations
     ('gpipe', 8.0)
     """
@@ -403,7 +408,7 @@ def _name(schedule: Schedule) -> str:
         for name, value in schedule.options
         if name not in _SIZES and (option := scheme.option(name)) is not None and value != option.usual
     ]
-    return ", ".join([scheme.name, *filter(None, shown)])
+    return ", ".join([scheme.title, *filter(None, shown)])
 
 
 def _computed_name(placement: Placement) -> str:

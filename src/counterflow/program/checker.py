@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Unpack
 
 from counterflow.common.html import table, titled
 from counterflow.schedule import registry
-from counterflow.schedule.ir import OptionValue, Schedule
+from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Sync
+from counterflow.schedule.sizes import Sizes
 
 from .actions import Matching, Program
 from .lowering import NOTHING_SHARED, WITH_A_BARRIER, Ends, OpTimes, Shared, lower
@@ -77,7 +79,7 @@ def check(
     *,
     program: Program | None = None,
     peak_limit: float | None = None,
-    **sizes: OptionValue,
+    **sizes: Unpack[Sizes],
 ) -> None:
     """Raise an error if the schedule breaks a rule; see ``inspect`` for the arguments.
 

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import SupportsIndex
 
+from counterflow.common.plurals import plural
 from counterflow.errors import ConfigError
 
 from .layouts import Layout
@@ -68,7 +69,7 @@ def explicit(cuts: Sequence[int] | str, layers: int, stages: int) -> tuple[int, 
         raise ConfigError(f"cuts={list(cuts)}: cuts must be numbers of layers; give whole numbers")
     if len(cuts) != stages - 1:
         raise ConfigError(
-            f"cuts={list(cuts)}: {len(cuts)} cuts make {len(cuts) + 1} stages, not {stages}; "
+            f"cuts={list(cuts)}: {len(cuts)} cuts make {plural(len(cuts) + 1, 'stage')}, not {stages}; "
             f"give {stages - 1}"
         )
     for place, (before, cut) in enumerate(pairwise([0, *cuts])):
@@ -100,7 +101,8 @@ def _refuse_too_few(layers: int, stages: int) -> None:
             else "the model has no layers"
         )
         raise ConfigError(
-            f"a model of {layers} layers for {stages} stages: every stage needs at least one layer; {legal}"
+            f"a model of {plural(layers, 'layer')} for {plural(stages, 'stage')}: every stage needs at "
+            f"least one layer; {legal}"
         )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import wraps
-from typing import Any, ParamSpec, Protocol, overload
+from typing import Any, ParamSpec, Protocol, Unpack, overload
 
-from .ir import OptionValue, Schedule
+from .ir import Schedule
 from .scheme import DEPTH, SLICES, Scheme
+from .sizes import Sizes
 
 _P = ParamSpec("_P")
 
@@ -21,7 +22,7 @@ class EitherDepth(Protocol[_P]):
     @overload
     def __call__(self, *sizes: _P.args, **options: _P.kwargs) -> Schedule: ...
     @overload
-    def __call__(self, **options: OptionValue | Sequence[int]) -> Schedule: ...
+    def __call__(self, **options: Unpack[Sizes]) -> Schedule: ...
 
 
 def either_depth(scheme: Scheme, build: Callable[_P, Schedule]) -> EitherDepth[_P]:
@@ -36,7 +37,12 @@ def either_depth(scheme: Scheme, build: Callable[_P, Schedule]) -> EitherDepth[_
     @wraps(build)
     def by_either(*sizes: Any, **options: Any) -> Schedule:
         if any(name in options for name in (*DEPTH, SLICES) if name != scheme.depth):
-            return scheme.schedule({**dict(zip(names, sizes, strict=False)), **options})
+            values = {**dict(zip(names, sizes, strict=False)), **options}
+            scheme.refuse_unknown(values)
+            scheme.refuse_missing_or_illegal(
+                values, {scheme.depth if name in DEPTH else name for name in values}
+            )
+            return scheme.schedule(values)
         return scheme.build(*sizes, **options)
 
     by_either.__module__ = build.__module__.rpartition(".")[0]  # where the function is found, also by pickle

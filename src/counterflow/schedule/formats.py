@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from counterflow.common.plurals import plural
 from counterflow.errors import ConfigError
 
 from . import torch_csv
@@ -148,7 +149,7 @@ def _schedule(file: _File, name: str) -> Schedule:
     for pipe, row in enumerate(file.placement):
         if len(row) != stages:
             raise ConfigError(
-                f"{name}: placement[{pipe}]: {len(row)} stages, but pipe 0 has {stages}; "
+                f"{name}: placement[{pipe}]: {plural(len(row), 'stage')}, but pipe 0 has {stages}; "
                 "every pipe needs all stages"
             )
         for stage, worker in enumerate(row):
@@ -210,7 +211,8 @@ def _skips(file: _File, stages: int, name: str) -> tuple[SkipLink, ...]:
         for place, (source, target) in enumerate(rows):
             if max(source, target) >= stages:
                 raise ConfigError(
-                    f"{name}: {key}[{place}]: from stage {source} to {target}, but there are {stages} stages"
+                    f"{name}: {key}[{place}]: from stage {source} to {target}, but there are "
+                    f"{plural(stages, 'stage')}"
                 )
             links.append(SkipLink(source, target, once))
     return tuple(sorted(links))

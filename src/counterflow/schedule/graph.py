@@ -16,6 +16,7 @@ from functools import cached_property
 from itertools import chain, count, product
 from typing import Any
 
+from counterflow.common.plurals import plural
 from counterflow.errors import ScheduleError
 
 from .ir import Op, OpKind, Product, Schedule
@@ -31,7 +32,8 @@ _Unit = tuple[tuple[int, ...], int, int, int]
 def outside(schedule: Schedule, op: Op) -> ScheduleError:
     """The error for an op whose stage or pipe does not exist."""
     return ScheduleError(
-        f"{schedule}: {op} belongs to none of its {schedule.pipes} pipes of {schedule.stages} stages; "
+        f"{schedule}: {op} belongs to none of its {plural(schedule.pipes, 'pipe')} of "
+        f"{plural(schedule.stages, 'stage')}; "
         "run the checker"
     )
 

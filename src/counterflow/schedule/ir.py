@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from counterflow.common.plurals import plural
+
 from .op import Op, OpKind, Product
 from .placement import Placement
 from .workload import SkipLink, Workload
@@ -97,7 +99,7 @@ class Schedule:
 
     def __repr__(self) -> str:
         """One line; the orders are in ``orders``."""
-        return f"<Schedule {self}: {self.workers} workers, {sum(map(len, self.orders)):,} ops>"
+        return f"<Schedule {self}: {plural(self.workers, 'worker')}, {sum(map(len, self.orders)):,} ops>"
 
     def __str__(self) -> str:
         shown = ", ".join(f"{name}={value}" for name, value in self.options)

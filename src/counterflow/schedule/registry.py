@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pkgutil import iter_modules
+from typing import Any
 
 from counterflow.errors import ConfigError, hint
 
@@ -59,9 +60,33 @@ def registered(scheme: Scheme) -> Iterator[Scheme]:
 
 
 def find(name: str) -> Scheme | None:
-    """The scheme of that name or alias; None if there is none."""
+    """The scheme of that name or alias; None if there is none.
+
+    Case, hyphens and underscores do not count, nor does the ``Schedule`` with which torch's classes begin.
+
+    >>> [known.name for known in map(find, ["1F1B", "ZBV", "DualPipeV", "ScheduleInterleaved1F1B"]) if known]
+    ['dapple', 'zb-v', 'dualpipe-v', 'interleaved']
+    """
     known = SCHEMES.get(name)
-    return known or next((scheme for scheme in SCHEMES.values() if name in scheme.aliases), None)
+    return known or next((scheme for scheme in SCHEMES.values() if _folded(name) in _spellings(scheme)), None)
+
+
+def _folded(name: str) -> str:
+    return re.sub(r"[-_ ]", "", name).lower().removeprefix("schedule")
+
+
+def _spellings(scheme: Scheme) -> set[str]:
+    return {_folded(name) for name in (scheme.name, *scheme.aliases)}
+
+
+def title(name: str) -> str:
+    """Name of a scheme for people: that of the papers first, if it is another one.
+
+    >>> title("1f1b"), title("zb-v"), title("computed")
+    ('1F1B (dapple)', 'zb-v', 'computed')
+    """
+    known = find(name)
+    return name if known is None else known.title
 
 
 def scheme(name: str) -> Scheme:
@@ -73,7 +98,8 @@ def scheme(name: str) -> Scheme:
     known = find(name)
     if known is None:
         names = [*SCHEMES, *(alias for scheme in SCHEMES.values() for alias in scheme.aliases)]
-        raise ConfigError(f"unknown scheme {name!r}{hint(name, names, SCHEMES)}")
+        shown = [scheme.title for scheme in SCHEMES.values()]
+        raise ConfigError(f"unknown scheme {name!r}{hint(name.lower(), names, shown)}")
     return known
 
 
@@ -133,10 +159,7 @@ def build(
     'dapple(stages=2, micro_batches=2)'
     """
     record = scheme(name)
-    names = [option.name for option in record.options]
-    for option_name in options:
-        if option_name not in names and option_name not in (*DEPTH, SLICES):
-            raise ConfigError(f"{record.name} has no option {option_name!r}; its options: {', '.join(names)}")
+    record.refuse_unknown(options)
     record.refuse_missing_or_illegal(options, {record.depth if name in DEPTH else name for name in options})
     for depth in DEPTH:
         if depth in options:
@@ -151,7 +174,7 @@ _SIZE = re.compile(r"\s*(\w+)\s*=\s*([\w+-]+)\s*")
 _FLAGS = {"true": True, "false": False}
 
 
-def schedule_of(subject: Schedule | str, sizes: Mapping[str, OptionValue]) -> Schedule:
+def schedule_of(subject: Schedule | str, sizes: Mapping[str, Any]) -> Schedule:
     """A schedule from whatever is accepted as one: a schedule, or a scheme's name with its sizes.
 
     Args:

@@ -199,6 +199,7 @@ class Scheme:
         options: the builder's arguments, in its order; one of them is ``stages`` or ``workers``.
         directions: directions in which its pipes run.
         aliases: its other names.
+        paper_name: name by which papers and torch know it, if that is another one; output shows both.
         workload: function of the options that returns the schedule's workload without an order; it accepts
             all options that are not ``order_only``, and refuses like the builder. None: take the workload of
             a built schedule.
@@ -220,6 +221,7 @@ class Scheme:
     options: tuple[Option, ...]
     directions: Directions = Directions.SINGLE
     aliases: tuple[str, ...] = ()
+    paper_name: str = ""
     workload: Callable[..., Workload] | None = None
     version: VersionRule | None = None
     planner: Planner = plainly
@@ -228,6 +230,11 @@ class Scheme:
     most_in_flight: Callable[..., int | None] | None = None
     chunk: str = "chunk"
     looped: LoopedBuild | None = None
+
+    @property
+    def title(self) -> str:
+        """Name for people: ``1F1B (dapple)``."""
+        return f"{self.paper_name} ({self.name})" if self.paper_name else self.name
 
     @property
     def synchronous(self) -> bool:
@@ -313,6 +320,17 @@ class Scheme:
     def missing(self, names: Iterable[str]) -> list[Option]:
         """The required options that are not given."""
         return [option for option in self.options if option.required and option.name not in names]
+
+    def refuse_unknown(self, names: Iterable[str]) -> None:
+        """Refuse options that the scheme does not have.
+
+        Raises:
+            ConfigError: it does not have one.
+        """
+        known = [option.name for option in self.options]
+        for name in names:
+            if name not in (*known, *DEPTH, SLICES):
+                raise ConfigError(f"{self.name} has no option {name!r}; its options: {', '.join(known)}")
 
     def refuse_missing_or_illegal(
         self, options: Mapping[str, OptionValue], names: Iterable[str] | None = None

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Unpack
 
 from counterflow.program import lowering
 from counterflow.program.actions import Matching, Program
 from counterflow.program.pairs import with_pairs
 from counterflow.schedule import registry
-from counterflow.schedule.ir import OptionValue, Schedule
+from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.recompute_ops import as_recomputed, recomputed_ahead
+from counterflow.schedule.sizes import Sizes
 
 from .costs import ByteCosts, Costs, Link
 from .memory import MemoryUse, peaks_of
@@ -45,7 +47,7 @@ __all__ = [
 
 
 def simulate(
-    schedule: Schedule | Program | str, costs: Costs | None = None, **sizes: OptionValue
+    schedule: Schedule | Program | str, costs: Costs | None = None, **sizes: Unpack[Sizes]
 ) -> Simulation:
     """Simulate a schedule: every worker runs its order, each op as soon as its inputs exist.
 
@@ -135,7 +137,7 @@ def lower(
     *,
     matching: Matching = Matching.ORDER,
     shared: lowering.Shared = lowering.NOTHING_SHARED,
-    **sizes: OptionValue,
+    **sizes: Unpack[Sizes],
 ) -> Program:
     """The action lists of a schedule, with gradient syncs where these costs place them.
 

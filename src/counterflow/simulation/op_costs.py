@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from counterflow.common.plurals import plural
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Op, OpKind, Workload
 from counterflow.schedule.modes import Recompute
@@ -137,7 +138,8 @@ def per_stage(name: str, value: PerStage, stages: int) -> list[float]:
         return [float(value)] * stages
     if len(value) != stages:
         raise ConfigError(
-            f"{name}: {len(value)} numbers for {stages} stages; give one number, or one per stage"
+            f"{name}: {plural(len(value), 'number')} for {plural(stages, 'stage')}; give one number, or "
+            "one per stage"
         )
     return [float(v) for v in value]
 

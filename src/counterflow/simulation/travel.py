@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from counterflow.common.plurals import plural
 from counterflow.errors import ConfigError
 from counterflow.program.lists import Messages
 from counterflow.program.player import Floats, Ints
@@ -50,7 +51,7 @@ def _by_message(name: str, value: PerLink, workers: int, messages: Messages) -> 
     links = np.array(value, dtype=np.float64)
     if links.shape != (workers, workers):
         raise ConfigError(
-            f"{name}: a table of shape {links.shape} for {workers} workers; "
+            f"{name}: a table of shape {links.shape} for {plural(workers, 'worker')}; "
             "give one number, or one row of numbers per worker"
         )
     return links[messages.senders, messages.receivers]

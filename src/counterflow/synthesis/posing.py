@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from counterflow.common.plurals import plural
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Op, OpKind, Product
 from counterflow.schedule.modes import Recompute
@@ -176,7 +177,10 @@ def _limits(name: str, value: Limit, workers: int) -> tuple[float, ...]:
     if isinstance(value, (int, float)):
         value = [value] * workers
     if len(value) != workers:
-        raise ConfigError(f"{name}: {len(value)} numbers for {workers} workers; give one, or one per worker")
+        raise ConfigError(
+            f"{name}: {plural(len(value), 'number')} for {plural(workers, 'worker')}; give one, or one "
+            "per worker"
+        )
     for number in value:
         if not number > 0:
             raise ConfigError(f"{name}={number:g}: must be above 0")

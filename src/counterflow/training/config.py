@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from counterflow.common import toml
+from counterflow.common.plurals import plural
 from counterflow.errors import ConfigError
 from counterflow.execution import unskippable, why_in_full
 from counterflow.schedule.cuts import explicit
@@ -141,7 +142,8 @@ class RunConfig(Section):
             legal += f", or set pipeline.replicas to {processes // of_replica}"
         per_worker = f", each on {positions} ranks by [mesh]," if positions > 1 else ""
         raise ConfigError(
-            f"{processes} processes were started, but {workers} workers per replica{per_worker} and "
+            f"{plural(processes, 'process')} {'was' if processes == 1 else 'were'} started, but "
+            f"{plural(workers, 'worker')} per replica{per_worker} and "
             f"{replicas} replica{'s' if replicas > 1 else ''} need {needed}: {legal}"
         )
 
@@ -228,10 +230,12 @@ class RunConfig(Section):
         if have < schedule.stages:
             least = max(1, schedule.stages - 2)
             raise ConfigError(
-                f"model.layers = {self.model.layers}: with embedding and head the model has {have} layers, "
+                f"model.layers = {self.model.layers}: with embedding and head the model has "
+                f"{plural(have, 'layer')}, "
                 "fewer "
-                f"than the {schedule.stages} stages of {schedule.scheme}; give model.layers = {least} or "
-                f"more, or {have} stages or fewer"
+                f"than the {plural(schedule.stages, 'stage')} of {schedule.scheme}; give model.layers = "
+                f"{least} or "
+                f"more, or {plural(have, 'stage')} or fewer"
             )
 
     def _refuse_empty_micro_batches_of_large_schedules(self) -> None:

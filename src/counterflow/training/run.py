@@ -17,6 +17,7 @@ import torch
 
 from counterflow.checkpoints.index import DamagedError
 from counterflow.checkpoints.memory_copies import forget
+from counterflow.common.plurals import plural
 from counterflow.errors import ConfigError, WorkerError
 from counterflow.measure.storage import ADVICE, storage_of
 from counterflow.runtime.workers import world
@@ -259,7 +260,8 @@ def _check_gpus(config: RunConfig) -> None:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus < workers:
         raise ConfigError(
-            f'pipeline.transport = "{kind}": {workers} workers need a GPU each, but this machine has {gpus}; '
+            f'pipeline.transport = "{kind}": {plural(workers, "worker")} '
+            f"{'needs' if workers == 1 else 'need'} a GPU each, but this machine has {gpus}; "
             "choose gloo, or fewer workers"
         )
 

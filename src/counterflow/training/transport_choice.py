@@ -12,6 +12,7 @@ import re
 import torch
 import torch.distributed as dist
 
+from counterflow.common.plurals import plural
 from counterflow.runtime.transport.kinds import GLOO, NCCL, TransportKind, kind_of
 from counterflow.runtime.workers import world
 
@@ -43,6 +44,7 @@ def with_transport(config: RunConfig, workers: int) -> tuple[RunConfig, str]:
         config = config.but(pipeline={"transport": transport})
     if kind_of(transport).gpu_each:
         name = f" ({torch.cuda.get_device_name(0)})" if gpus else ""
-        return config, f"on a GPU each{name}, messages by {transport}"
+        few = f"; this machine has {plural(gpus, 'GPU')} for {plural(here, 'worker')}"
+        return config, f"on a GPU each{name}, messages by {transport}{few * (gpus < here)}"
     unused = f", and not on the {gpus} GPU{'s' if gpus > 1 else ''} here" if gpus else ""
     return config, f"on the CPU{unused}, messages by {transport}"

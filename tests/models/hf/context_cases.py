@@ -88,7 +88,7 @@ def sliced() -> None:
             check(kind, form, schedule, ring=bool(number % 2), recompute=RECOMPUTE[number])
 
 
-def check(kind: str, form: str, schedule: Schedule, *, ring: bool, recompute: str = "none") -> None:
+def check(kind: str, form: str, schedule: Schedule, *, ring: bool, recompute: Any = "none") -> None:
     """A model's pipeline over (worker, cp) has the losses and norms of one process."""
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replica", "worker", "cp"))
     pipeline = cf.Pipeline(

@@ -114,7 +114,7 @@ def alone(model: nn.Module, batches: Any) -> list[float]:
     ids=str,
 )
 def test_adapters_train_as_in_one_process(
-    name: str, schedule: Schedule, recompute: str, lora: dict[str, Any], tmp_path: Path
+    name: str, schedule: Schedule, recompute: Any, lora: dict[str, Any], tmp_path: Path
 ) -> None:
     model = with_lora(tiny.made(name), **lora)
     before, expected = copy.deepcopy(model.state_dict()), copy.deepcopy(model)
@@ -182,7 +182,7 @@ CHECKPOINTED = [
 ]
 
 
-def tiny_trained(model: nn.Module, schedule: Schedule, batches: Any, recompute: str) -> Any:
+def tiny_trained(model: nn.Module, schedule: Schedule, batches: Any, recompute: Any) -> Any:
     """Losses, and the weights at the end."""
     with cf.Pipeline(
         model, hf.loss, schedule, optimizer=adamw, list_layers=hf.layers, recompute=recompute

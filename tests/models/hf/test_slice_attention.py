@@ -128,7 +128,7 @@ def test_options_train_as_one_process() -> None:
         assert _agreement(model, scheme, **options).ok, (scheme, options)
 
 
-def _weights(scheme: str, recompute: str) -> dict[str, Tensor]:
+def _weights(scheme: str, recompute: Any) -> dict[str, Tensor]:
     torch.manual_seed(0)
     config = peft.LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.2, fan_in_fan_out=True)
     model: Any = peft.get_peft_model(tiny.with_dropout().double(), config)

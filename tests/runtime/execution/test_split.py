@@ -109,7 +109,7 @@ def reference(name: str) -> tuple[list[nn.Module], TrainingResult]:
 @pytest.mark.parametrize("recompute", ["none", "stage", "layer"])
 @pytest.mark.parametrize("scheme", SCHEDULES)
 @pytest.mark.parametrize("name", MODELS)
-def test_models_agree_with_one_process(name: str, scheme: str, recompute: str) -> None:
+def test_models_agree_with_one_process(name: str, scheme: str, recompute: Any) -> None:
     layers, alone = reference(name)
     found = verify(
         SCHEDULES[scheme],
@@ -126,7 +126,7 @@ def test_models_agree_with_one_process(name: str, scheme: str, recompute: str) -
 
 
 @pytest.mark.parametrize("recompute", ["none", "layer"])
-def test_a_single_worker_with_tied_embeddings(recompute: str) -> None:
+def test_a_single_worker_with_tied_embeddings(recompute: Any) -> None:
     config = GPTConfig(layers=2, hidden=8, heads=2, vocabulary=11, positions=4, dropout=0.1, tied=True)
     torch.manual_seed(0)
     layers = list(nn.ModuleList(config.build()).double())
@@ -149,7 +149,7 @@ class Counted(nn.Module):
         return found
 
 
-def _runs(schedule: Schedule, recompute: str) -> list[int]:
+def _runs(schedule: Schedule, recompute: Any) -> list[int]:
     layers: list[nn.Module] = [Counted() for _ in range(4)]
     pipeline = Pipeline(layers, loss, schedule, optimizer=momentum, recompute=recompute)
     x = torch.ones(MICRO_BATCHES, 3, WIDTH)
@@ -159,7 +159,7 @@ def _runs(schedule: Schedule, recompute: str) -> list[int]:
 
 
 @pytest.mark.parametrize(("recompute", "runs"), [("none", 1), ("stage", 2), ("layer", 2)])
-def test_what_is_computed_again_is_so_once(recompute: str, runs: int) -> None:
+def test_what_is_computed_again_is_so_once(recompute: Any, runs: int) -> None:
     """And not once more for the weights, or for each of them."""
     found = launch(_runs, schemes.zb_h1(2, MICRO_BATCHES), recompute, workers=2, transport="local")
     assert found == [[runs * MICRO_BATCHES] * 2] * 2

@@ -22,7 +22,7 @@ Sums = list[tuple[tuple[int, ...], int]]
 """The sums that a worker starts: the ranks of each, and its stage."""
 
 
-def started(schedule: Schedule, sync: str, barrier: bool) -> tuple[Sums, list[int], bool]:
+def started(schedule: Schedule, sync: Any, barrier: bool) -> tuple[Sums, list[int], bool]:
     """What a worker gives its communicators, the stages whose sums its list starts, and if ops follow one."""
     layers = [nn.Linear(3, 3) for _ in range(schedule.stages)]
     pipeline = cf.Pipeline(
@@ -73,7 +73,7 @@ def started(schedule: Schedule, sync: str, barrier: bool) -> tuple[Sums, list[in
     ids=str,
 )
 def test_sums_start_in_the_order_of_the_lists(
-    schedule: Schedule, replicas: int, sync: str, barrier: bool, transport: Literal["local", "strict-nccl"]
+    schedule: Schedule, replicas: int, sync: Any, barrier: bool, transport: Literal["local", "strict-nccl"]
 ) -> None:
     workers = schedule.workers * replicas
     found = launch(started, schedule, sync, barrier, workers=workers, transport=transport, timeout_seconds=60)

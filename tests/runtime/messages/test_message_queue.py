@@ -127,7 +127,7 @@ def test_what_left_when_it_was_received_is_let_go_of_with_the_next_message() -> 
     assert alive() is None
 
 
-def _kept(layers: list[nn.Module], schedule: Schedule, mode: str) -> tuple[int, int, int]:
+def _kept(layers: list[nn.Module], schedule: Schedule, mode: Any) -> tuple[int, int, int]:
     pipeline = Pipeline(layers, nn.functional.mse_loss, schedule, optimizer=sgd, recompute=mode)
     kept: list[tuple[Tensor, Tensor]] = []
     calls: list[int] = []
@@ -156,7 +156,7 @@ def _kept(layers: list[nn.Module], schedule: Schedule, mode: str) -> tuple[int, 
 
 @pytest.mark.parametrize("mode", ["none", "stage"])
 @pytest.mark.parametrize("schedule", SCHEMES, ids=str)
-def test_what_a_hook_keeps_of_an_input_stays_as_it_was(schedule: Schedule, mode: str) -> None:
+def test_what_a_hook_keeps_of_an_input_stays_as_it_was(schedule: Schedule, mode: Any) -> None:
     layers = [nn.Linear(4, 4) for _ in range(schedule.stages)]
     for count, changed, most in run(_kept, layers, schedule, mode):
         assert count
@@ -177,7 +177,7 @@ def _made(layers: list[nn.Module], schedule: Schedule, **options: Any) -> list[i
 @pytest.mark.table
 @pytest.mark.parametrize("mode", ["none", "stage", "layer"])
 @pytest.mark.parametrize("schedule", SCHEMES, ids=str)
-def test_buffers_are_used_again(schedule: Schedule, mode: str) -> None:
+def test_buffers_are_used_again(schedule: Schedule, mode: Any) -> None:
     layers = [nn.Linear(4, 4) for _ in range(schedule.stages)]
     for made in run(partial(_made, recompute=mode), layers, schedule):
         assert made[3] == made[-1] > 0

@@ -352,7 +352,7 @@ def named(kind: Any, x: Tensor) -> Any:
 @pytest.mark.table
 @pytest.mark.parametrize("recompute", ["none", "stage", "layer"])
 @pytest.mark.parametrize("kind", MAPPINGS, ids=lambda kind: kind.__name__)
-def test_mappings_are_taken_handed_on_and_given(kind: Any, recompute: str) -> None:
+def test_mappings_are_taken_handed_on_and_given(kind: Any, recompute: Any) -> None:
     torch.manual_seed(0)
     layers = [Looks(kind) for _ in range(4)]
     x, y = numbers(8, 4), numbers(8, 4, seed=1)

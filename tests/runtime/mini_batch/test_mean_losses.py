@@ -116,7 +116,7 @@ def alone(loss: Any) -> tuple[list[float], dict[str, Tensor]]:
     return losses, model.state_dict()
 
 
-def piped(schedule: Schedule, loss: Any, mode: str) -> tuple[list[float], dict[str, Tensor], list[float]]:
+def piped(schedule: Schedule, loss: Any, mode: Any) -> tuple[list[float], dict[str, Tensor], list[float]]:
     pipeline = Pipeline(nn.Sequential(*layers()), loss, schedule, optimizer=sgd, recompute=mode)
     rows = slice(None)
     if pipeline.replicas == 2:
@@ -136,7 +136,7 @@ MODES = ["none", "stage", "layer"]
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", SCHEMES, ids=str)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_what_counts_in_the_mini_batch_divides(loss: Any, schedule: Schedule, mode: str) -> None:
+def test_what_counts_in_the_mini_batch_divides(loss: Any, schedule: Schedule, mode: Any) -> None:
     """One replica and two take turns, so that each pair of two values is in some case."""
     replicas = 1 + (LOSSES.index(loss) + SCHEMES.index(schedule) + MODES.index(mode)) % 2
     losses, state = alone(loss)
@@ -169,7 +169,7 @@ class Passes(nn.Linear):
 
 @pytest.mark.parametrize("mode", ["none", "stage", "layer"])
 @pytest.mark.parametrize("schedule", SCHEMES, ids=str)
-def test_a_model_that_computes_its_own_loss(schedule: Schedule, mode: str) -> None:
+def test_a_model_that_computes_its_own_loss(schedule: Schedule, mode: Any) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(Passes(4, 4, dtype=F) for _ in range(3)), Own())
     found = model(batch(0))

@@ -53,7 +53,7 @@ def numbers(samples: int, seed: int = 0) -> Tensor:
 COUNTS = (3, 8, 1, 3, 5, 1)
 
 
-def _of_few_samples(layers: list[nn.Module], schedule: Schedule, mode: str) -> Any:
+def _of_few_samples(layers: list[nn.Module], schedule: Schedule, mode: Any) -> Any:
     pipeline = Pipeline(layers, nn.functional.mse_loss, schedule, optimizer=momentum, recompute=mode)
     losses = []
     for samples in COUNTS:
@@ -86,7 +86,7 @@ def same(found: Any, true: Any) -> None:
 @pytest.mark.table
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", SCHEMES, ids=str)
-def test_fewer_samples_than_micro_batches(schedule: Schedule, mode: str) -> None:
+def test_fewer_samples_than_micro_batches(schedule: Schedule, mode: Any) -> None:
     true = _in_one_process(layers_of(schedule), 1)
     for found in run(_of_few_samples, layers_of(schedule), schedule, mode):
         same(found, true)
@@ -110,7 +110,7 @@ def test_no_samples_are_refused() -> None:
         run(_none, layers_of(SCHEMES[0]), SCHEMES[0])
 
 
-def _ready(layers: list[nn.Module], schedule: Schedule, mode: str, batches: Any, form: str) -> Any:
+def _ready(layers: list[nn.Module], schedule: Schedule, mode: Any, batches: Any, form: str) -> Any:
     pipeline = Pipeline(layers, nn.functional.mse_loss, schedule, optimizer=momentum, recompute=mode)
     first, last = 0 in pipeline.stages, schedule.stages - 1 in pipeline.stages
     losses, endless = [], iter([one for batch in batches for one in batch for _ in range(2)])
@@ -135,7 +135,7 @@ READY = [[3, 1, 2, 5], [2, 2, 2, 2], [1, 4, 4, 1], [3, 1, 2, 5]]
 @pytest.mark.table
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", [*SCHEMES, schemes.dapple(4, 4)], ids=str)
-def test_micro_batches_that_are_ready(schedule: Schedule, mode: str) -> None:
+def test_micro_batches_that_are_ready(schedule: Schedule, mode: Any) -> None:
     _are_exact(schedule, mode, "local")
 
 
@@ -143,7 +143,7 @@ def test_micro_batches_that_are_ready_between_processes() -> None:
     _are_exact(schemes.chimera(2, 4), "stage", "gloo")
 
 
-def _are_exact(schedule: Schedule, mode: str, transport: str) -> None:
+def _are_exact(schedule: Schedule, mode: Any, transport: str) -> None:
     batches = [
         [(numbers(size, m), numbers(size, m).flip(1)) for m, size in enumerate(sizes)] for sizes in READY
     ]
@@ -212,7 +212,7 @@ class Only(Takes):
         return super().forward(x, mask=mask, scale=scale, table=table)
 
 
-def _keyworded(layers: list[nn.Module], schedule: Schedule, mode: str, only: bool, split: bool) -> Any:
+def _keyworded(layers: list[nn.Module], schedule: Schedule, mode: Any, only: bool, split: bool) -> Any:
     pipeline = Pipeline(
         deepcopy(layers), nn.functional.mse_loss, schedule, optimizer=momentum, recompute=mode,
         kwarg_dims={"mask": 0, "scale": None, "table": None, **({"x": 0} if only else {})},
@@ -246,7 +246,7 @@ def keywords(seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
     ("mode", "only", "split"), [("none", False, True), ("stage", True, False), ("layer", False, False)]
 )
 @pytest.mark.parametrize("schedule", SCHEMES, ids=str)
-def test_keyword_arguments_of_the_first_layer(schedule: Schedule, mode: str, only: bool, split: bool) -> None:
+def test_keyword_arguments_of_the_first_layer(schedule: Schedule, mode: Any, only: bool, split: bool) -> None:
     torch.manual_seed(0)
     kind = Only if only else Takes
     more = [nn.Linear(4, 4, dtype=F) for _ in range(schedule.stages - 1)]
@@ -265,7 +265,7 @@ def test_keyword_arguments_of_the_first_layer(schedule: Schedule, mode: str, onl
         same(one, (losses, nn.Sequential(*layers).state_dict()))
 
 
-def _with_outputs(layers: list[nn.Module], schedule: Schedule, mode: str) -> Any:
+def _with_outputs(layers: list[nn.Module], schedule: Schedule, mode: Any) -> Any:
     pipeline = Pipeline(layers, _changing, schedule, optimizer=momentum, recompute=mode)
     found = []
     for samples in (8, 3):
@@ -285,7 +285,7 @@ def _changing(output: Tensor, target: Tensor) -> Tensor:
 @pytest.mark.table
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", SCHEMES, ids=str)
-def test_outputs_of_a_step(schedule: Schedule, mode: str) -> None:
+def test_outputs_of_a_step(schedule: Schedule, mode: Any) -> None:
     model = nn.Sequential(*layers_of(schedule))
     for told in run(_with_outputs, layers_of(schedule), schedule, mode):
         for has_last, state, x, evaluated, stepped in told:

@@ -118,7 +118,7 @@ class Added(nn.Linear):
         return found
 
 
-def _with_dims(layers: list[nn.Module], schedule: Schedule, inputs: Any, targets: Tensor, mode: str) -> Any:
+def _with_dims(layers: list[nn.Module], schedule: Schedule, inputs: Any, targets: Tensor, mode: Any) -> Any:
     pipeline = Pipeline(
         layers, nn.functional.mse_loss, schedule, optimizer=sgd, recompute=mode,
         input_dims={"x": 1, "table": None}, target_dims=1,
@@ -193,7 +193,7 @@ def _refilled(layers: list[nn.Module], schedule: Schedule, refills: bool, **opti
 @pytest.mark.parametrize(
     "schedule", [schemes.pipedream(4), schemes.pipedream_2bw(4, 4), schemes.dapple(4, 4)], ids=str
 )
-def test_the_user_may_fill_the_memory_of_a_mini_batch_anew(schedule: Schedule, mode: str) -> None:
+def test_the_user_may_fill_the_memory_of_a_mini_batch_anew(schedule: Schedule, mode: Any) -> None:
     once, again = (
         run(partial(_refilled, recompute=mode), linears(4), schedule, refills, workers=4)[0]
         for refills in (False, True)

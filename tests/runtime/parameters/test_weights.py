@@ -230,7 +230,7 @@ class Loss(nn.Module):
 @pytest.mark.table
 @pytest.mark.parametrize("recompute", ["none", "stage", "layer"])
 @pytest.mark.parametrize("schedule", EVERY, ids=str)
-def test_a_loss_function_with_weights_is_trained(schedule: Schedule, recompute: str) -> None:
+def test_a_loss_function_with_weights_is_trained(schedule: Schedule, recompute: Any) -> None:
     batches = [[batch(n)] for n in range(6)]
     found = verify(
         schedule,
@@ -344,7 +344,7 @@ class Keeps(nn.Module):
 
 @pytest.mark.parametrize("recompute", ["none", "stage", "layer"])
 @pytest.mark.parametrize("schedule", CONTINUOUS, ids=str)
-def test_modules_that_keep_their_parameters_elsewhere(schedule: Schedule, recompute: str) -> None:
+def test_modules_that_keep_their_parameters_elsewhere(schedule: Schedule, recompute: Any) -> None:
     found = verify(
         schedule,
         [Keeps(), Keeps()],
@@ -481,7 +481,7 @@ class Fused(nn.Linear):
 @pytest.mark.table
 @pytest.mark.parametrize("recompute", ["none", "stage"])
 @pytest.mark.parametrize("schedule", EVERY, ids=str)
-def test_functions_that_add_to_gradients_themselves(schedule: Schedule, recompute: str) -> None:
+def test_functions_that_add_to_gradients_themselves(schedule: Schedule, recompute: Any) -> None:
     torch.manual_seed(0)
     layers = [Fused(4, 4, dtype=torch.float64) for _ in range(2)]
     found = verify(
@@ -500,7 +500,7 @@ def test_functions_that_add_to_gradients_themselves(schedule: Schedule, recomput
 @pytest.mark.parametrize("recompute", ["none", "stage", "layer"])
 @pytest.mark.parametrize("where", ["layer", "loss"])
 @pytest.mark.parametrize("schedule", [FLUSHING[0], CONTINUOUS[0]], ids=str)
-def test_weights_that_nobody_would_train_are_refused(schedule: Schedule, where: str, recompute: str) -> None:
+def test_weights_that_nobody_would_train_are_refused(schedule: Schedule, where: str, recompute: Any) -> None:
     loss = Loss()
     outside = nn.Parameter(torch.ones(4, dtype=torch.float64))
 
@@ -665,7 +665,7 @@ def test_copies_of_other_shapes_are_refused() -> None:
 @pytest.mark.table
 @pytest.mark.parametrize("recompute", ["none", "stage", "layer"])
 @pytest.mark.parametrize("schedule", EVERY, ids=str)
-def test_layers_are_unfrozen_between_steps(schedule: Schedule, recompute: str) -> None:
+def test_layers_are_unfrozen_between_steps(schedule: Schedule, recompute: Any) -> None:
     layers = linears()
     layers[0].requires_grad_(requires_grad=False)
     alone = Reference(
@@ -752,7 +752,7 @@ def test_an_optimizer_may_take_names(schedule: Schedule) -> None:
 @pytest.mark.parametrize("sync", ["end", "eager-opt"])
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("schedule", [*FLUSHING, schemes.gpipe(1, 2)], ids=str)
-def test_gradients_of_several_steps_make_one_update(schedule: Schedule, replicas: int, sync: str) -> None:
+def test_gradients_of_several_steps_make_one_update(schedule: Schedule, replicas: int, sync: Any) -> None:
     """As large mini-batches do, of unequal parts."""
     layers: list[nn.Module] = [nn.Sequential(*linears(1), Idle()), *linears(1)]
     options: dict[str, Any] = {"optimizer": adamw, "clip_norm": 0.05, "sync": sync}

@@ -33,7 +33,7 @@ class Block(nn.Module):
         return x + added
 
 
-def train(schedule: Schedule, recompute: str, dropout: float, how: str | bool) -> list[object]:
+def train(schedule: Schedule, recompute: Any, dropout: float, how: str | bool) -> list[object]:
     torch._dynamo.reset()  # or what is compiled already runs
 
     torch.manual_seed(0)
@@ -68,7 +68,7 @@ HALVING = cf.schemes.chimera(2, 4, concat="backward-halving")
     ],
     ids=str,
 )
-def test_compiled_layers_give_the_same(schedule: Schedule, recompute: str, dropout: float) -> None:
+def test_compiled_layers_give_the_same(schedule: Schedule, recompute: Any, dropout: float) -> None:
     plain = train(schedule, recompute, dropout, how=False)
     compiled = train(schedule, recompute, dropout, how="aot_eager")
     torch.testing.assert_close(compiled, plain, rtol=1e-10, atol=1e-10)
@@ -101,7 +101,7 @@ def test_compiled_layers_draw_for_a_half_what_they_draw_when_computed_again() ->
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own code
 def test_changes_in_place_in_compiled_layers_are_right_where_layers_are_computed_again() -> None:
-    def job(recompute: str, compiled: str | bool = "aot_eager") -> list[float]:
+    def job(recompute: Any, compiled: str | bool = "aot_eager") -> list[float]:
         torch.manual_seed(0)
         layers = [nn.Sequential(nn.Linear(4, 4), nn.ELU(inplace=True)) for _ in range(2)]
         pipeline = cf.Pipeline(

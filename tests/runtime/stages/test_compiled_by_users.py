@@ -35,7 +35,7 @@ class Compiled(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's compiler looks at all
 @pytest.mark.parametrize("recompute", ["none", "layer"])
-def test_split_backwards_go_through_compiled_functions(recompute: str) -> None:
+def test_split_backwards_go_through_compiled_functions(recompute: Any) -> None:
     torch.manual_seed(0)
     layers = [Compiled() for _ in range(4)]
     inputs = torch.randn(8, 4, dtype=torch.float64)

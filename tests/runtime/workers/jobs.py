@@ -90,5 +90,11 @@ def mesh(folder: str) -> None:
         print("the mesh trains as one process does")
 
 
+def rank_squared(factor: int) -> int:
+    """A result of each worker."""
+    return factor * cf.runtime.workers.world.current_transport().rank ** 2
+
+
 if __name__ == "__main__":
     mesh(sys.argv[1])
+    print("all results:", cf.launch(rank_squared, 3, workers=2))

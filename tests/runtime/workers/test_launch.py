@@ -460,10 +460,29 @@ def test_a_function_that_others_cannot_find() -> None:
         launch(lambda: None, workers=2)
 
 
+def on_a_gpu() -> None:
+    current_transport(device="cuda")
+
+
+def test_threads_without_the_device_that_they_are_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the launch, and in the pipeline: neither computes on the CPU instead."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="local on cuda: torch finds no GPU here; choose the CPU"):
+        launch(os.getpid, workers=2, transport="local", device="cuda")
+    with pytest.raises(ConfigError, match="local on cuda: torch finds no GPU here; choose the CPU"):
+        launch(on_a_gpu, workers=1, transport="local")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match='on cpu; its device is .*: give launch device="cuda"'):
+        launch(on_a_gpu, workers=1, transport="local")
+
+
 def test_a_launch_in_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
+    with pytest.raises(ConfigError, match="torchrun has started 1 process; start 2, or give launch w"):
+        launch(os.getpid, workers=2)
+    monkeypatch.setenv("COUNTERFLOW_STARTED_BY", "launch")
     with pytest.raises(ConfigError, match="already a worker"):
         launch(os.getpid, workers=2)
 

@@ -106,5 +106,7 @@ def test_replicas_placed_by_a_device_mesh(tmp_path: Path) -> None:
 def test_torchrun_and_a_device_mesh(tmp_path: Path) -> None:
     """One replica whose workers the mesh turns round."""
     words = "--standalone", "--nproc-per-node", "2", str(JOBS), str(tmp_path)
-    assert "the mesh trains as one process does" in torchrun(tmp_path / "logs", *words)
+    printed = torchrun(tmp_path / "logs", *words)
+    assert "the mesh trains as one process does" in printed
+    assert printed.count("all results: [0, 3]") == 2, "a launch under torchrun is a call in each process"
     all_gone(tmp_path, 2)

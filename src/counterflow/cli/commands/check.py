@@ -6,11 +6,12 @@ from typing import Annotated
 
 import typer
 
+from counterflow.common.plurals import plural
 from counterflow.program.checker import Report, inspect
 
 from ..options.flags import JsonFlag, SchemeOptions, SubjectArgument
 from ..options.subject_argument import schedule_of
-from ..output.console import WIDE, console, print_json
+from ..output.console import WIDE, console, heading, print_json
 
 
 def check(
@@ -36,7 +37,7 @@ def check(
         print_json(checked(schedule, report))
     else:
         ops = sum(map(len, schedule.orders))
-        _print(f"{schedule}: {schedule.workers:,} workers, {ops:,} ops", report)
+        _print(f"{heading(schedule)}: {plural(schedule.workers, 'worker')}, {plural(ops, 'op')}", report)
     if not report.ok:
         raise typer.Exit(1)
 

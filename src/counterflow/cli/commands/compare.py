@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import typer
 
 from counterflow.common.cli_fields import cli_field
+from counterflow.common.plurals import plural
 from counterflow.planning.scheme_comparison import STAGES_A_WORKER, Compared, Comparison
 from counterflow.planning.scheme_comparison import compare as compared
 from counterflow.simulation.model_share import CostsOf
@@ -119,7 +120,12 @@ def _print(comparison: Comparison, rows: tuple[Compared, ...]) -> None:
 
     out = console(WIDE)
     unit = comparison.costs.time_unit
-    out.print(Text(f"{comparison.workers} workers · {comparison.micro_batches} micro-batches", style="bold"))
+    out.print(
+        Text(
+            f"{plural(comparison.workers, 'worker')} · {plural(comparison.micro_batches, 'micro-batch')}",
+            style="bold",
+        )
+    )
     out.print(Text(_told_costs(comparison), style="dim"))
     columns = ["scheme", f"step {unit}", "over best", "bubbles", "activations", "weights"]
     sized = comparison.costs.memory is not None
@@ -186,5 +192,5 @@ def _draw(comparison: Comparison, path: Path) -> None:
         Ranked(row.name, row.step, row.bubble_ratio, row.activations, row.weights, row.synchronous)
         for row in comparison.best
     ]
-    title = f"{comparison.workers} workers, {comparison.micro_batches} micro-batches"
+    title = f"{plural(comparison.workers, 'worker')}, {plural(comparison.micro_batches, 'micro-batch')}"
     draw_ranking(rows, path, title=title, about=_told_costs(comparison), unit=unit)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import typer
 
 from counterflow.common.cli_fields import cli_field
+from counterflow.common.plurals import plural
 from counterflow.common.text_files import read_text
 from counterflow.errors import ConfigError
 from counterflow.schedule.layouts import LayerKind, Layout, rederive
@@ -99,7 +100,12 @@ def _print(result: Rederived) -> None:
     now, mtp = result.layout.count(LayerKind.TRANSFORMER), result.layout.count(LayerKind.MTP)
     with_mtp = f", {mtp} MTP layer{'s' * (mtp > 1)}" if mtp else ""
     stages = result.pp * result.vpp
-    out.print(Text(f"{now} transformer layers{with_mtp}; pp {result.pp}, vpp {result.vpp}: {stages} stages"))
+    out.print(
+        Text(
+            f"{plural(now, 'transformer layer')}{with_mtp}; pp {result.pp}, vpp {result.vpp}: "
+            f"{plural(stages, 'stage')}"
+        )
+    )
     chunks = [f"chunk {number}" for number in range(result.vpp)] if result.vpp > 1 else ["layers"]
     table = table_of("rank", *chunks, text_columns=("rank", *chunks), pad_edge=False)
     rows = [tuple(result.chunk(rank, number) for number in range(result.vpp)) for rank in range(result.pp)]

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from counterflow.common.plurals import plural
+
 from ..options.flags import ConfigArgument, JsonFlag, SchemeOption, WorkersOption
 from ..output.console import WIDE, console, note, print_json, table_of
 from ..output.visible import echo
@@ -44,7 +46,7 @@ def mesh(
         return
     dims, places = mesh_dims(job.config), rank_places(job)
     sizes = " x ".join(f"{name} {size}" for name, size in dims.items())
-    echo(f"{job.schedule} on {len(places)} ranks: {sizes}")
+    echo(f"{job.schedule} on {plural(len(places), 'rank')}: {sizes}")
     samples, sequences = places[0].samples[1], places[0].sequence[1]
     shares = {"samples": samples > 1, "sequence": sequences > 1}
     table = table_of("rank", *dims, "stages", *(name for name, has in shares.items() if has))

@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar
 import typer
 
 from counterflow.common.cli_fields import cli_field
+from counterflow.common.plurals import plural
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
 from counterflow.simulation import Simulation, simulate
@@ -162,7 +163,8 @@ def _compared_simulation(
 def _note_other_model(first: Schedule, second: Schedule) -> None:
     if first.stages != second.stages:
         note(
-            f"Note: {first.scheme} has {first.stages} stages, {second.scheme} {second.stages}, and costs are "
+            f"Note: {first.scheme} has {plural(first.stages, 'stage')}, {second.scheme} {second.stages}, "
+            "and costs are "
             "those of one stage, so these are two models;\n"
             "for one model give costs of a worker's share of it: --costs-of worker"
         )

@@ -22,6 +22,7 @@ from ..output.console import (
     bubble_causes,
     byte_size,
     console,
+    heading,
     merge_equal_rows,
     note,
     number,
@@ -96,7 +97,7 @@ def _print(result: Simulation, costs: CostOptions, tables: list[Any]) -> None:
     from rich.text import Text
 
     out = console(WIDE)
-    out.print(Text(str(result.schedule), style="bold"))
+    out.print(Text(heading(result.schedule), style="bold"))
     out.print(Text(f"{_extent(result.schedule)}\n{_paid(result, costs)}", style="dim"))
     for table in tables:
         out.print(table)

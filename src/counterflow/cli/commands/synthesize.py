@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar
 import typer
 
 from counterflow.common.cli_fields import cli_field
+from counterflow.common.plurals import plural
 from counterflow.errors import ConfigError
 from counterflow.planning.inputs.input_files import load_cluster, load_model, load_profile
 from counterflow.planning.orders import play_one_by_one
@@ -68,7 +69,8 @@ class WorkloadOptions(OptionRecord):
         if ops > MOST_OPS:
             sliced = f" of {slices} slices" if slices > 1 else ""
             raise ConfigError(
-                f"{placed.stages} stages and {self.micro_batches} micro-batches{sliced} are {ops:,} ops, and "
+                f"{plural(placed.stages, 'stage')} and "
+                f"{plural(self.micro_batches, 'micro-batch')}{sliced} are {ops:,} ops, and "
                 f"at most {MOST_OPS:,} are ordered; choose smaller numbers"
             )
         workload = plain(placed, self.micro_batches, split=self.split, pipe_of=lambda m: m % placed.pipes)
@@ -230,8 +232,9 @@ def _print(result: Synthesis, placement: str, limits: tuple[Limit | None, Limit 
     sliced = f" of {schedule.workload.slices} slices" if schedule.workload.slices > 1 else ""
     out = console()
     out.print(
-        f"[bold]Order for {schedule.workers} workers, {schedule.stages} stages ({escape(placement)}), "
-        f"{schedule.micro_batches} micro-batches{sliced}[/]"
+        f"[bold]Order for {plural(schedule.workers, 'worker')}, {plural(schedule.stages, 'stage')} "
+        f"({escape(placement)}), "
+        f"{plural(schedule.micro_batches, 'micro-batch')}{sliced}[/]"
     )
     peak, memory = limits
     limited = [

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from counterflow.common.plurals import plural
 from counterflow.errors import WorkerError
 
 from ..options.flags import ENDS_PROCESS, ConfigArgument, JsonFlag, SchemeOption, WorkersOption
@@ -200,7 +201,8 @@ def _print(summary: Summary, folder: Path) -> None:
     if about.shares_cores:
         out.print(
             Text(
-                f"{about.workers_here} workers share {about.cores} cores: the prediction assumes the op "
+                f"{about.workers_here} workers share {plural(about.cores, 'core')}: the prediction "
+                "assumes the op "
                 "times measured with all workers busy.",
                 style="dim",
             )

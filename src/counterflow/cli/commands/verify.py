@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import typer
 
 from counterflow.common.cli_fields import cli_field
+from counterflow.common.plurals import plural
 from counterflow.errors import ConfigError
 from counterflow.program.runnable import refuse_what_cannot_run
 from counterflow.runtime.transport.kinds import kind_of, kinds
@@ -18,7 +19,7 @@ from counterflow.testing import STRICT_LOCAL
 
 from ..options.flags import JsonFlag, OptionRecord, SchemeOptions, SubjectArgument
 from ..options.subject_argument import schedule_of
-from ..output.console import WIDE, console, note, print_json, table_of
+from ..output.console import WIDE, console, heading, note, print_json, table_of
 
 if TYPE_CHECKING:
     from counterflow.verification.training_agreement import TrainingAgreement
@@ -167,7 +168,10 @@ def verify(
     workers = schedule.workers * running.replicas
     if not as_json:
         kind = "threads" if kind_of(running.transport.value).threads else "processes"
-        note(f"Training with one process, then with {workers} workers ({kind}), {steps} updates each …")
+        note(
+            f"Training with one process, then with {plural(workers, 'worker')} ({kind}), "
+            f"{plural(steps, 'update')} each …"
+        )
     agreement = running.compared(schedule, steps)
     if as_json:
         from counterflow.verification.verification_report import Verified
@@ -185,7 +189,11 @@ def _print(schedule: Schedule, workers: int, agreement: TrainingAgreement, preci
     from rich.text import Text
 
     out = console(WIDE)
-    out.print(Text(f"{schedule}: {workers:,} workers against one process, {precision}", style="bold"))
+    out.print(
+        Text(
+            f"{heading(schedule)}: {plural(workers, 'worker')} against one process, {precision}", style="bold"
+        )
+    )
     table = table_of("", "largest relative error")
     rows = {
         "loss": agreement.loss_error,

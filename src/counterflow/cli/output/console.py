@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import typer
 
 from counterflow.errors import ConfigError, CounterflowError
+from counterflow.schedule.ir import Schedule
+from counterflow.schedule.registry import find
 
 from .visible import echo, visible_json
 
@@ -72,6 +74,17 @@ def print_json(value: Result) -> None:
 def note(text: str) -> None:
     """Print a remark on stderr."""
     echo(text, err=True)
+
+
+def heading(schedule: Schedule) -> str:
+    """A schedule as the first line of an output: its text, after the name that papers have for its scheme.
+
+    >>> from counterflow import schemes
+    >>> heading(schemes.dapple(stages=2, micro_batches=4)), heading(schemes.zb_v(workers=2, micro_batches=4))
+    ('1F1B: dapple(stages=2, micro_batches=4)', 'zb-v(workers=2, micro_batches=4)')
+    """
+    known = find(schedule.scheme)
+    return f"{known.paper_name}: {schedule}" if known and known.paper_name else str(schedule)
 
 
 def number(value: float) -> str:

@@ -12,6 +12,7 @@ from counterflow.planning.prediction import choices
 from counterflow.planning.search.degrees_tried import words
 from counterflow.planning.search.node_orders import in_words
 from counterflow.schedule.modes import Recompute
+from counterflow.schedule.registry import title
 from counterflow.schedule.scheme import SLICES
 
 from .console import WIDE, byte_size, console, number, table_of
@@ -110,7 +111,7 @@ def _degrees(plans: Sequence[Plan]) -> list[str]:
 def _ranking(plans: Sequence[Plan], *, width: int, with_arrangement: bool) -> Any:
     is_complete = width >= _room(plans, with_arrangement=with_arrangement)
     cells: dict[str, Callable[[Prediction], str]] = {
-        "scheme": lambda p: p.configuration.scheme,
+        "scheme": lambda p: title(p.configuration.scheme),
         "options": lambda p: " ".join(
             filter(None, ["data parallel" if _is_data_parallel(p) else "", choices(p.configuration)])
         ),
@@ -201,7 +202,7 @@ def _print_lengths(out: Console, lengths: Sequence[AtLength]) -> None:
         cells = []
         for plan in (comparison.unsliced, comparison.sliced):
             configuration = None if plan is None else plan.play.configuration
-            cells.append("none fits" if configuration is None else configuration.scheme)
+            cells.append("none fits" if configuration is None else title(configuration.scheme))
             if plan is comparison.sliced:
                 cells.append("" if configuration is None else str(dict(configuration.options)[SLICES]))
             cells.append("" if plan is None else _seconds(plan.seconds))
@@ -244,7 +245,7 @@ def _print_orders(out: Console, orders: Orders) -> None:
         for order in orders.computed:
             plan = order.play.configuration
             table.add_row(
-                order.named.play.configuration.scheme,
+                title(order.named.play.configuration.scheme),
                 *(str(n) for n in (order.play.schedule.workers, plan.replicas, plan.samples)),
                 "split" if order.split else "whole",
                 plan.recompute.value,
@@ -320,7 +321,7 @@ def _parts(parts: Parts) -> str:
 def _short(prediction: Prediction) -> str:
     plan = prediction.configuration
     divided = _divided(plan)
-    name = f"data parallelism by {plan.scheme}" if _is_data_parallel(prediction) else plan.scheme
+    name = f"data parallelism by {plan.scheme}" if _is_data_parallel(prediction) else title(plan.scheme)
     return f"{name} (D={prediction.workers}, W={plan.replicas}, {divided}{_rest(plan)})"
 
 
@@ -362,7 +363,7 @@ def _rejected(result: SearchResult) -> Any:
                 f"of {byte_size(closest.usable_bytes)}"
             )
         table.add_row(
-            rejected.scheme,
+            title(rejected.scheme),
             f"{rejected.candidates:,}",
             f"{rejected.too_large:,}",
             f"{rejected.slower:,}",

@@ -17,6 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 from rich.text import Text
 
+from counterflow.common.plurals import plural
+from counterflow.schedule.registry import title
 from counterflow.training.callbacks import Callback
 from counterflow.training.training_report import About, Numbers
 
@@ -62,7 +64,7 @@ class TrainProgress(Callback):
                 out.print(Text(line, style="" if index else "bold"))
             sys.stdout.flush()
         self.started = time.monotonic()
-        self._print(f"starting {about.processes} workers; results go to {folder}")
+        self._print(f"starting {plural(about.processes, 'worker')}; results go to {folder}")
         if self.console.is_terminal:
             self._print("Ctrl-C ends it after the step in flight, and keeps a checkpoint")
             self._put_up()
@@ -158,10 +160,12 @@ def introduction(about: About) -> list[str]:
         f"{about.model}: {about.parameters:,} parameters",
         f"{about.text}: {about.text_bytes:,} bytes, unigram entropy {about.unigram_entropy:.3f} nats "
         f"a {about.target}",
-        f"{about.scheme} {options}",
-        f"{about.workers} workers{copies}{positions} · {len(about.stage_layers)} stages (layers {layers})",
-        f"{about.steps:,} steps{going_on}, each {about.samples:,} samples of {about.positions:,} "
-        f"{about.unit}s in {about.micro_batches * about.sample_shares:,} micro-batches",
+        f"{title(about.scheme)} {options}",
+        f"{plural(about.workers, 'worker')}{copies}{positions} · "
+        f"{plural(len(about.stage_layers), 'stage')} (layers {layers})",
+        f"{plural(about.steps, 'step')}{going_on}, each {plural(about.samples, 'sample')} of "
+        f"{about.positions:,} "
+        f"{about.unit}s in {plural(about.micro_batches * about.sample_shares, 'micro-batch')}",
         f"workers compute {about.where}",
         *([f"resumes from {about.resumed}"] if about.resumed else []),
         *(f"changed: {change}" for change in about.changed),

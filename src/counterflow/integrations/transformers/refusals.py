@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
+from counterflow.common.plurals import plural
 from counterflow.errors import ConfigError
 
 from .trainer_arguments import AUTO, PipelineFields
@@ -160,7 +161,8 @@ def refuse(named: Mapping[str, Any]) -> None:
         )
     if arguments.pp < 1 or arguments.pipeline_workers % arguments.pp:
         raise ConfigError(
-            f"pp={arguments.pp}, but {arguments.pipeline_workers} processes run; start pp processes, or a "
+            f"pp={arguments.pp}, but {plural(arguments.pipeline_workers, 'process')} "
+            f"{'runs' if arguments.pipeline_workers == 1 else 'run'}; start pp processes, or a "
             "multiple of pp for replicas of the pipeline, or change pp"
         )
     if arguments.replicas > 1:

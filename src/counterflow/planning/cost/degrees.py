@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from counterflow.common.plurals import plural
 from counterflow.errors import ConfigError
 
 from ..inputs.cluster import Cluster, Collective, Link, all_reduce, slowest
@@ -122,7 +123,8 @@ def places(cluster: Cluster, degrees: Degrees) -> Cluster:
         nodes, rest = divmod(positions, sizes[0])
         if cluster.kinds or rest or not nodes or cluster.nodes % nodes:
             raise ConfigError(
-                f"{degrees}: a worker has {positions} devices, but its place has to be a part of the "
+                f"{degrees}: a worker has {plural(positions, 'device')}, but its place has to be a part "
+                "of the "
                 f"{' or '.join(map(str, sizes))} of a node of cluster {cluster.name}, or whole nodes that "
                 "divide the cluster"
             )

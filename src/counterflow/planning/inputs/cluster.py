@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final
 
+from counterflow.common.plurals import plural
 from counterflow.errors import ConfigError
 
 FORM: Final = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
@@ -202,7 +203,8 @@ class Cluster:
         count = sum(kind.nodes for kind in self.kinds)
         if self.kinds and count != self.nodes:
             raise ConfigError(
-                f"nodes={self.nodes}: the kinds have {count} nodes together; the numbers must be equal"
+                f"nodes={self.nodes}: the kinds have {plural(count, 'node')} together; the numbers must "
+                "be equal"
             )
         for kind in self.kinds:
             if kind.cores is not None and self.cores is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from counterflow.common.plurals import plural
 from counterflow.schedule.ir import Op, OpKind, Product, Schedule
 from counterflow.schedule.op import maker_of
 from counterflow.schedule.residency import stash_change
@@ -61,8 +62,8 @@ def _in_range(schedule: Schedule, op: Op) -> bool:
 
 def _extent(schedule: Schedule) -> str:
     return (
-        f"{schedule.pipes} pipes, {schedule.stages} stages, "
-        f"{schedule.total_micro_batches} micro-batches, groups within one update"
+        f"{plural(schedule.pipes, 'pipe')}, {plural(schedule.stages, 'stage')}, "
+        f"{plural(schedule.total_micro_batches, 'micro-batch')}, groups within one update"
     )
 
 

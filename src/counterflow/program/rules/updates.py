@@ -6,6 +6,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
+from counterflow.common.plurals import plural
 from counterflow.schedule.ir import Op, Product, Schedule
 
 from ..actions import (
@@ -60,7 +61,7 @@ def _worker_versions(schedule: Schedule, worker: int, actions: tuple[Action, ...
                 updates[stage] += 1
     for stage, count in updates.items():
         if count != schedule.periods:
-            yield f"worker {worker}: {count} updates of stage {stage}, expected {schedule.periods}"
+            yield f"worker {worker}: {plural(count, 'update')} of stage {stage}, expected {schedule.periods}"
 
 
 def syncs(subject: CheckSubject) -> Iterator[str]:

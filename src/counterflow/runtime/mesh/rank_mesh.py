@@ -13,6 +13,7 @@ from itertools import product
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from counterflow.common.plurals import plural
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
 
@@ -99,7 +100,8 @@ def rank_mesh(rank: int, world_size: int, schedule: Schedule, mesh: Mesh | None)
     if mesh is None:
         if world_size % workers:
             raise ConfigError(
-                f"{world_size} workers were started, and {schedule} needs {workers} a replica; "
+                f"{plural(world_size, 'worker')} {'was' if world_size == 1 else 'were'} started, and "
+                f"{schedule} needs {workers} a replica; "
                 f"start {workers}, or a multiple of it"
             )
         return RankMesh((world_size // workers, workers), tuple(range(world_size)))
@@ -110,7 +112,10 @@ def rank_mesh(rank: int, world_size: int, schedule: Schedule, mesh: Mesh | None)
             "after these"
         )
     if math.prod(shape) != world_size:
-        raise ConfigError(f"the mesh has {math.prod(shape)} ranks, and {world_size} workers were started")
+        raise ConfigError(
+            f"the mesh has {math.prod(shape)} ranks, and {plural(world_size, 'worker')} "
+            f"{'was' if world_size == 1 else 'were'} started"
+        )
     coordinates = RankMesh(shape, ranks)
     coordinates.coordinates(rank)
     return coordinates

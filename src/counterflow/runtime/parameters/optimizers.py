@@ -151,7 +151,7 @@ def _refuse_arguments(stepper: Any, place: str, kind: str) -> None:
     ]
     if wanted:  # as LBFGS and ReduceLROnPlateau do
         raise ConfigError(
-            f"{place}, a {type(stepper).__name__}, wants {' and '.join(wanted)} at each step, and a pipeline "
+            f"{place} ({type(stepper).__name__}) wants {' and '.join(wanted)} at each step, and a pipeline "
             f"has none to give; take {kind} that steps without, or change pipeline.optimizers between steps"
         )
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from counterflow.capture.model_layers import ListLayers, Model, refuse_root
+from counterflow.common.plurals import plural
 from counterflow.errors import ConfigError
 
 
@@ -46,7 +47,7 @@ class Listing:
         pairs = zip(layers, self._layers, strict=False)
         index = next((i for i, (new, old) in enumerate(pairs) if new is not old), None)
         if index is None:
-            change = f"the model has {len(layers)} layers now, and had {len(self._layers)}"
+            change = f"the model has {plural(len(layers), 'layer')} now, and had {len(self._layers)}"
         else:
             new, old = type(layers[index]).__name__, type(self._layers[index]).__name__
             change = f"layer {index} of the model is another {new} now, where a {old} was"

@@ -8,14 +8,16 @@ torchrun and Slurm start workers on several.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import TypeVar
+import pickle
+from collections.abc import Callable, Mapping
+from typing import TypeVar, cast
 
 import torch
 
+from counterflow.common.plurals import plural
 from counterflow.errors import ConfigError, CounterflowError
 
-from ..transport.kinds import GLOO, kind_of
+from ..transport.kinds import GLOO, TransportKind, kind_of
 from . import world
 from .children import SendSignal, Supervisor
 from .failures import describe_failure
@@ -44,6 +46,10 @@ def launch(
 
     Inside, ``Pipeline`` and ``current_transport()`` find the other workers by themselves.
 
+    Under torchrun, Slurm or another launcher, whose processes are the workers, nothing is started: each
+    process calls the function and returns the results of all. So one script serves ``python`` and
+    ``torchrun``.
+
     >>> def rank():
     ...     from counterflow.runtime.workers.world import current_transport
     ...     return current_transport().rank
@@ -68,6 +74,12 @@ def launch(
         WorkerError: a worker died, hung or raised; the message names it. Threads that do not end
             within the timeout (at most 5 s) after a failure remain as daemons.
     """
+    info = world.rank_info()
+    if info is not None and _are_workers(info, workers, kind_of(transport)):
+        defaults = world.Defaults(
+            kind_of(transport), None if device is None else torch.device(device), timeout_seconds
+        )
+        return _call_here(function, args, kwargs, defaults, threads)
     return launch_watched(
         None,
         function,
@@ -127,12 +139,45 @@ def launch_watched(
         return function(*args, **kwargs)
 
     if kind.threads:
+        world.refuse_missing_gpu(None if device is None else torch.device(device), kind)
         hub = kind.load()(workers, timeout_seconds=timeout_seconds)
         return ThreadLaunch(hub, call, torch.device(device or "cpu"), threads, supervisor).run()
     check_processes(workers, kind)
     task = pickled((function, args, kwargs), function)
     defaults = world.Defaults(kind, None if device is None else torch.device(device), timeout_seconds)
     return ProcessLaunch(workers, task, defaults, threads, supervisor).run()
+
+
+def _are_workers(info: world.RankInfo, workers: int, kind: TransportKind) -> bool:
+    """True if this process is one of the workers of a launch, since a launcher has started as many.
+
+    Raises:
+        ConfigError: it has started another number of processes.
+    """
+    if kind.threads or info.launcher == "launch":
+        return False
+    if info.world_size != workers and info.launcher != "slurm":  # a task of Slurm may start its own workers
+        raise ConfigError(
+            f"workers={workers}, and {info.launcher} has started {plural(info.world_size, 'process')}; start "
+            f"{workers}, or give launch workers={info.world_size}"
+        )
+    return info.world_size == workers
+
+
+def _call_here(
+    function: Callable[..., _T],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    defaults: world.Defaults,
+    threads: int | None,
+) -> list[_T]:
+    """Results of all started processes, by rank, of which this one calls the function."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    world.set_defaults(defaults)
+    result = pickled(function(*args, **kwargs), None)
+    rows = cast("list[bytes]", world.current_transport().gather_objects(result))
+    return [pickle.loads(row) for row in rows]  # noqa: S301 - the workers of this run wrote them
 
 
 def launch_error(error: BaseException) -> CounterflowError:

@@ -34,6 +34,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from counterflow.common.external_signals import EXTERNAL_SIGNALS, end_fork_server, safe_path, signals_blocked
+from counterflow.common.plurals import plural
 from counterflow.errors import ConfigError, WorkerError
 
 from ..transport import gpu_environment
@@ -223,7 +224,8 @@ def check_processes(workers: int, kind: TransportKind) -> None:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if count < workers:
             raise ConfigError(
-                f"{workers} workers, and {count} GPUs here: {kind} needs one a worker; choose gloo"
+                f"{plural(workers, 'worker')}, and {plural(count, 'GPU')} here: {kind} needs one a "
+                "worker; choose gloo"
             )
 
 

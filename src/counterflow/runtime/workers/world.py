@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from counterflow.common import network_interfaces
+from counterflow.common.plurals import plural
 from counterflow.errors import ConfigError, WorkerError
 
 from ..transport.base import PeerLost, TimedOut, Transport
@@ -42,6 +43,7 @@ __all__ = [
     "most_restarts",
     "rank",
     "rank_info",
+    "refuse_missing_gpu",
     "set_defaults",
     "started_by",
     "text_from_first",
@@ -108,6 +110,7 @@ def current_transport(
             raise ConfigError(
                 f'this worker is a thread of launch(…, transport="{local.kind}"); it has no {kind}'
             )
+        _refuse_other_device(local, device)
         if timeout_seconds is not None:
             local.wait_at_most(timeout_seconds)
         return local
@@ -124,6 +127,33 @@ def current_transport(
         if wanted in (None, transport.kind) and same_device:
             return transport
     return _make(wanted, device, timeout_seconds or defaults.timeout_seconds, alone=alone)
+
+
+def _refuse_other_device(transport: Transport, device: torch.device | str | None) -> None:
+    """Refuse a device for a thread whose launch gave it another one.
+
+    Raises:
+        ConfigError: torch finds no such device, or it is not that of the thread.
+    """
+    chosen = None if device is None else torch.device(device)
+    if chosen in (None, transport.device, torch.device(transport.device.type)):
+        return
+    refuse_missing_gpu(chosen, transport.kind)
+    raise ConfigError(
+        f'this worker is a thread of launch(…, transport="{transport.kind}") on {transport.device}; its '
+        f'device is that of the launch: give launch device="{device}"'
+    )
+
+
+def refuse_missing_gpu(device: torch.device | None, kind: TransportKind) -> None:
+    """Refuse a CUDA device where torch finds none.
+
+    Raises:
+        ConfigError: it finds none.
+    """
+    if device is not None and device.type == "cuda" and not torch.cuda.is_available():
+        on_cpu = "the CPU" if kind.threads else f"{GLOO} on the CPU"
+        raise ConfigError(f"{kind} on {device}: torch finds no GPU here; choose {on_cpu}")
 
 
 def _make(
@@ -259,12 +289,13 @@ def _set_device(kind: TransportKind, device: torch.device | None, local_rank: in
         raise ConfigError(f"{kind} carries CUDA tensors, and the device is {device}; choose gloo, or a GPU")
     if device.type != "cuda":
         return device
-    if not torch.cuda.is_available():
-        raise ConfigError(f"{kind} on {device}: torch finds no GPU here; choose gloo on the CPU")
+    refuse_missing_gpu(device, kind)
     count = torch.cuda.device_count()
     if device == torch.device("cuda"):  # no index
         if kind.gpu_each and 1 < count <= local_rank:
-            raise ConfigError(f"local rank {local_rank}, and {count} GPUs: {kind} needs one a worker")
+            raise ConfigError(
+                f"local rank {local_rank}, and {plural(count, 'GPU')}: {kind} needs one a worker"
+            )
         device = torch.device("cuda", local_rank % count)  # of one visible GPU, each worker sees its own
     torch.cuda.set_device(device)
     return device
@@ -314,7 +345,7 @@ def _missing_workers_reported(info: RankInfo, timeout_seconds: float) -> Iterato
         yield
     except RuntimeError as error:
         raise WorkerError(
-            f"not all {info.world_size} workers joined at {info.address}, port {info.port}, within "
+            f"not all {plural(info.world_size, 'worker')} joined at {info.address}, port {info.port}, within "
             f"{timeout_seconds:g} s: {str(error).splitlines()[0]}"
             + (
                 f"; if the machines share several networks, name one in {network_interfaces.CHOICE}"

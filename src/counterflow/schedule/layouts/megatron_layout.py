@@ -11,6 +11,7 @@ from enum import StrEnum
 from itertools import accumulate, pairwise
 from typing import Self
 
+from counterflow.common.plurals import plural
 from counterflow.errors import ConfigError
 
 from .layout_text import signs, written
@@ -140,12 +141,14 @@ class Layout:
         if have != layers - mtp - 2:
             raise ConfigError(
                 f"layout '{self}': has {have} transformer layers (t), expected {layers - mtp - 2}: the model "
-                f"has {layers} layers with embedding and head; counterflow layout '{self}' --layers "
+                f"has {plural(layers, 'layer')} with embedding and head; counterflow layout '{self}' "
+                "--layers "
                 f"{max(layers - mtp - 2, 0)} re-derives it"
             )
         if stages is not None and len(self.stages) != stages:
             raise ConfigError(
-                f"layout '{self}': has {len(self.stages)} stages, expected {stages}; counterflow layout "
+                f"layout '{self}': has {plural(len(self.stages), 'stage')}, expected {stages}; "
+                "counterflow layout "
                 f"'{self}' --stages {stages} re-derives it"
             )
         if () in self.stages:

@@ -50,6 +50,7 @@ def v_scheme(
     summary: str,
     source: str,
     most_stashed: Callable[..., int],
+    aliases: tuple[str, ...] = (),
 ) -> Scheme:
     """The record of a scheme with two stages per worker in a V; arguments as in ``Scheme``."""
     return Scheme(
@@ -58,6 +59,7 @@ def v_scheme(
         workload=v_workload,
         summary=summary,
         source=source,
+        aliases=aliases,
         options=(
             Option("workers", "1 or more", "workers of one pipeline group", letter="P"),
             MICRO_BATCHES,

@@ -54,6 +54,7 @@ def _most_stashed(stages: int, split: bool = False, **_: OptionValue) -> int | N
 SCHEME = Scheme(
     name="dapple",
     aliases=("1f1b",),
+    paper_name="1F1B",
     build=dapple,
     workload=_workload,
     summary="synchronous 1F1B",

@@ -95,6 +95,7 @@ def _most_stashed(workers: int, micro_batches: int, chunks: int = 2, split: bool
 
 SCHEME = Scheme(
     name="interleaved",
+    aliases=("interleaved-1f1b",),
     build=interleaved,
     workload=_workload,
     summary="1F1B with several chunks of the model on each worker",

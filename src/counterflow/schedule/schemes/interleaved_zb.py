@@ -86,6 +86,7 @@ def _planned(workers: int, _micro_batches: int, layers: int) -> Iterator[Mapping
 
 SCHEME = Scheme(
     name="interleaved-zb",
+    aliases=("interleaved-zero-bubble",),
     build=interleaved_zb,
     workload=_workload,
     summary="interleaved 1F1B with a split backward",

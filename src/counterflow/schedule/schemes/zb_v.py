@@ -68,4 +68,5 @@ SCHEME = v_scheme(
     summary="two stages per worker in a V, no waits if F = I = W",
     source="Qi et al. 2024 (Zero Bubble)",
     most_stashed=lambda workers, **_: 2 * workers,
+    aliases=("zbv-zero-bubble",),
 )

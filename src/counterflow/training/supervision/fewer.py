@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from counterflow.common.plurals import plural
 from counterflow.errors import ConfigError, PlanError
 from counterflow.measure.equal_layers import kinds_of
 from counterflow.measure.machine import cores, memory_bytes
@@ -137,7 +138,10 @@ def with_fewer(config: RunConfig, processes: int) -> RunConfig:
     try:
         result = search(model, profile, cluster, mini_batch, constraints, count=1)
     except PlanError as error:
-        raise ConfigError(f"{processes} workers are left, but no plan runs on them: {error}") from error
+        raise ConfigError(
+            f"{plural(processes, 'worker')} {'is' if processes == 1 else 'are'} left, but no plan runs "
+            f"on them: {error}"
+        ) from error
     planned = planned_config(model, profile, cluster, result.best[0].play.prediction())
     same = {"transport": pipeline.transport, "sync": pipeline.sync}
     return planned.but(pipeline=same).model_copy(update={"plan": PlanSection()})
