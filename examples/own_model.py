@@ -68,7 +68,6 @@ def work() -> list[float]:
 
 
 if __name__ == "__main__":
-    started = "RANK" in os.environ  # by torchrun
-    losses = work() if started else cf.launch(work, workers=4)[0]
+    losses = cf.launch(work, workers=4)[0]  # under torchrun this calls work() in each of its processes
     if os.environ.get("RANK", "0") == "0":
         print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}" if losses else f"all {STEPS} steps are made")

@@ -20,8 +20,8 @@ import counterflow as cf
 from counterflow.cli import application
 from counterflow.models.gpt import GPTConfig
 from counterflow.planning import Model
+from counterflow.planning.compared import Compared
 from counterflow.planning.inputs import input_files
-from counterflow.planning.scheme_comparison import Compared
 from counterflow.planning.search.constraints import Constraints
 from counterflow.planning.search.search import search
 from counterflow.runtime.parameters.optimizers import Parameters

@@ -29,9 +29,14 @@ def test_its_program_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     (program,) = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
     scope: dict[str, Any] = {"__name__": "read"}
     exec(program, scope)
-    found = cf.launch(scope["work"], workers=4, transport="local", timeout_seconds=120)
-    assert all(losses == found[0] for losses in found)
-    assert len(found[0]) == 20
+    lines = re.findall(r'cf\.launch\(work, (".+?"), workers=(\d).*  # ([\d.]+)$', program, re.MULTILINE)
+    assert [workers for _, workers, _ in lines] == ["4", "1"]
+    for schedule, workers, printed in lines:
+        call = scope["work"], ast.literal_eval(schedule)
+        found = cf.launch(*call, workers=int(workers), transport="local", timeout_seconds=120)
+        assert all(losses == found[0] for losses in found)
+        assert len(found[0]) == 20
+        assert str(found[0][-1]) == printed, "the numbers of one process, as printed"
     assert found[0][-1] < found[0][0]
 
 

@@ -13,12 +13,14 @@ import sys
 import zipfile
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hatchling.build import build_wheel
 
 import counterflow as cf
 from counterflow.program.actions import Compute, Matching
+from counterflow.runtime.pipeline_properties import PipelineProperties
 from counterflow.training import load_config
 from counterflow.training.folder import read_metrics
 
@@ -51,6 +53,18 @@ def test_own_model_trains_and_goes_on(
     assert found, first
     assert float(found[2]) < 0.9 * float(found[1])
     assert second == "all 30 steps are made"
+
+
+def test_only_the_first_and_the_last_stage_read_data() -> None:
+    """And the losses are those of workers that all read it."""
+    scope = runpy.run_path(str(EXAMPLES / "data_loader.py"))
+    (losses, *others), reads = zip(*cf.launch(scope["work"], workers=4, transport="local"), strict=True)
+    assert reads == (512, 0, 0, 512)
+    assert all(other == losses for other in others)
+    with mock.patch.object(PipelineProperties, "reads_inputs", True):
+        (all_read, *_), reads = zip(*cf.launch(scope["work"], workers=4, transport="local"), strict=True)
+    assert reads == (512, 512, 512, 512)
+    assert all_read == losses
 
 
 def test_irregular_batches(capsys: pytest.CaptureFixture[str]) -> None:

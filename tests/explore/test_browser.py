@@ -378,7 +378,7 @@ def test_schemes_are_compared_and_one_is_opened(page: Page, server: str) -> None
     expect(page.locator("dd").first).to_have_text("12.5 F")
     expect(page).to_have_url(re.compile("a.scheme=zb-v.*costs_of=worker"))
     opened(page, server + COMPARED)
-    page.get_by_role("button", name="computed, two stages per worker in a V").click()
+    page.get_by_role("button", name="computed in a V").click()
     expect(page).to_have_url(re.compile("a.file="))
     expect(page.locator("dd").first).to_have_text("12.5 F")
 

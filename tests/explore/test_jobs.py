@@ -155,7 +155,7 @@ def test_a_comparison_has_each_scheme_and_opens_with_its_costs(client: TestClien
     (opened,) = post(client, "/api/look", {"subjects": [zb_v]})["subjects"]
     assert dict(opened["figures"])["makespan"] == rows["zb-v"]["step"]
     assert rows["zb-v"]["memory"] == "2 GiB"
-    computed = rows["computed, two stages per worker in a V"]
+    computed = rows["computed in a V"]
     assert loads(computed["schedule"], "computed").stages == 4
     lengths = [row["length"] for row in report["result"]["rows"]]
     assert lengths == sorted(lengths)

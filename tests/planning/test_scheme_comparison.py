@@ -7,7 +7,8 @@ import math
 import pytest
 
 import counterflow as cf
-from counterflow.planning.scheme_comparison import COMPUTED
+from counterflow.planning.compared import COMPUTED
+from counterflow.planning.task import load_example
 from counterflow.schedule import registry
 from counterflow.simulation.model_share import CostsOf, of_stages
 
@@ -31,17 +32,17 @@ def test_literal_rows() -> None:
     rows = {row.name: row for row in found.rows}
     shown = {
         name: (rows[name].step, rows[name].activations, rows[name].weights)
-        for name in ("gpipe", "dapple", "dapple, split", "zb-v", "chimera", "pipedream-2bw")
+        for name in ("gpipe", "1F1B (dapple)", "1F1B (dapple), split", "zb-v", "chimera", "pipedream-2bw")
     }
     assert shown == {
         "gpipe": (33.0, 8.0, 1.0),
-        "dapple": (33.0, 4.0, 1.0),
-        "dapple, split": (30.0, 4.0, 1.0),
+        "1F1B (dapple)": (33.0, 4.0, 1.0),
+        "1F1B (dapple), split": (30.0, 4.0, 1.0),
         "zb-v": (25.5, 4.0, 1.0),
         "chimera": (30.0, 4.0, 2.0),
         "pipedream-2bw": (24.0, 4.0, 2.0),
     }
-    assert [rows[name].synchronous for name in ("dapple", "pipedream-2bw")] == [True, False]
+    assert [rows[name].synchronous for name in ("1F1B (dapple)", "pipedream-2bw")] == [True, False]
 
 
 def test_pipedream_is_counted_for_as_many_micro_batches() -> None:
@@ -61,6 +62,44 @@ def test_limits_leave_out_what_needs_more() -> None:
     assert {row.scheme for row in by_bytes.rows} == {"v-min"}
     assert all(row.peak_bytes is not None and row.peak_bytes <= 430 for row in by_bytes.rows)
     assert all(row.peak_bytes is not None and row.peak_bytes > 430 for row in by_bytes.too_large)
+
+
+def test_weights_and_old_weights_are_limits_too() -> None:
+    found = cf.compare(4, 8, copies=1, synchronous=True)
+    assert {row.weights for row in found.rows} == {1.0}
+    assert all(row.synchronous for row in (*found.rows, *found.too_large))
+    assert {row.weights > 1 for row in found.too_large} == {True}
+
+
+def test_plain_1f1b_is_listed_as_the_baseline() -> None:
+    found = cf.compare(4, 8)
+    assert found.baseline is not None
+    assert found.baseline.step == 33.0
+    assert [row.name for row in found.listed if row.scheme == "dapple"] == [
+        "1F1B (dapple), split",
+        "1F1B (dapple)",
+    ]
+    beyond = cf.compare(4, 8, peak=2)
+    assert beyond.baseline in beyond.too_large
+    assert beyond.baseline not in beyond.listed
+
+
+def test_a_profile_prices_every_schedule_and_orders_computed_for_it() -> None:
+    task = load_example("chimera-bert48")
+    inputs = {"model": task.model, "profile": task.profile, "cluster": task.cluster, "samples": 4}
+    names = ["1f1b", "zb-v", "pipedream-2bw", "chimera"]
+    found = cf.compare(4, 8, schemes=names, moves=5, **inputs)
+    assert found.profiled == "model bert-48 on Piz Daint, 32 nodes · micro-batches of 4"
+    planned = cf.predict(
+        task.model, task.profile, task.cluster, "zb-v", workers=4, micro_batches=8, samples=4
+    )
+    rows = {row.name: row for row in (*found.rows, *found.too_large)}
+    assert rows["zb-v"].step == planned.step_seconds
+    assert rows["zb-v"].peak_bytes == max(planned.peak_bytes)
+    assert {row.step < 2 for row in rows.values()} == {True}, "seconds of one mini-batch"
+    assert any(row.computed for row in found.rows)
+    with pytest.raises(cf.ConfigError, match="need a model, a profile and a cluster"):
+        cf.compare(4, 8, profile=task.profile)
 
 
 def test_a_computed_order_is_within_the_limit_and_its_bound_holds() -> None:
@@ -89,7 +128,7 @@ def test_an_order_that_cannot_be_computed_is_named_with_the_reason() -> None:
     found = cf.compare(2, 2, costs, schemes=["dapple"], memory_bytes=1.0, moves=10)
     assert found.rows == ()
     names, reasons = zip(*found.left_out, strict=True)
-    assert names == ("computed, one stage per worker", "computed, two stages per worker in a V")
+    assert names == ("computed straight", "computed in a V")
     assert all("before its first op" in reason for reason in reasons)
 
 
@@ -154,9 +193,9 @@ def test_it_reports_progress_and_shows_itself_in_a_line_and_a_table() -> None:
     assert {total for _, total, _ in told} == {4}
     assert repr(found) == (
         "Comparison(2 workers, 4 micro-batches, 4 of 4 schedules within the limits, "
-        "best computed, two stages per worker in a V: 12.5)"
+        "best computed in a V: 12.5)"
     )
-    assert "<td>dapple, split</td><td>14</td>" in found._repr_html_()
+    assert "<td>1F1B (dapple), split</td><td>14</td>" in found._repr_html_()
 
 
 def test_without_a_steady_state_the_step_is_not_told() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 from counterflow.common.plurals import plural
 from counterflow.drawing.chart import percent
 from counterflow.drawing.time_units import bytes_text, compact, time_unit
-from counterflow.planning.scheme_comparison import Compared, Comparison
+from counterflow.planning.compared import Compared
+from counterflow.planning.scheme_comparison import Comparison
 from counterflow.planning.scheme_comparison import compare as compared
 from counterflow.schedule.formats import dumps
 from counterflow.simulation.model_share import CostsOf
@@ -38,11 +39,11 @@ def compare(request: CompareRequest, report: Callable[[dict[str, Any]], None]) -
             {"said": f"{number} of {total}: {what}", "share": (number - 1) / total}
         ),
     )
-    longest = max((row.step for row in comparison.best), default=1.0)
+    longest = max((row.step for row in comparison.listed), default=1.0)
     return {
         "heading": f"{plural(comparison.workers, 'worker')}, "
         f"{plural(comparison.micro_batches, 'micro-batch')}",
-        "rows": [_row(comparison, row, longest) for row in comparison.best],
+        "rows": [_row(comparison, row, longest) for row in comparison.listed],
         "too_large": len(comparison.too_large),
         "left_out": [f"{name}: {reason}" for name, reason in comparison.left_out],
     }

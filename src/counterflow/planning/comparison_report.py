@@ -50,3 +50,14 @@ class ComparisonShown(Result):
     rows: Annotated[list[ComparedShown], describe("schedules within the limits, fastest first")]
     too_large: Annotated[list[ComparedShown], describe("schedules beyond the limits, smallest first")]
     left_out: list[LeftOut]
+    profiled: Annotated[
+        str, describe("model, cluster and samples of a micro-batch of a profile; empty: costs were given")
+    ]
+
+
+class SweepShown(Result):
+    """`counterflow compare --sweep`."""
+
+    name: Annotated[str, describe("what varies: workers, micro_batches or p2p", "sweep.name")]
+    values: Annotated[list[float], describe("its values", "sweep.values")]
+    comparisons: Annotated[list[ComparisonShown], describe("a comparison for each value")]

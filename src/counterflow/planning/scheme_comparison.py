@@ -1,16 +1,14 @@
 """Every scheme with the same workers and the same model: step, bubbles, and each worker's memory.
 
-Invariant: every row computes the same model. Costs are those of a worker's share of the model, or of the
-whole model (``simulation/model_share.py``), so a scheme with two stages per worker has stages half as large.
-Depth, replicas and micro-batches for a cluster are chosen by ``search``, not here.
+Invariant: every row computes the same model. Costs are those of a worker's share of the model, of the whole
+model (``simulation/model_share.py``) or of a profile, so a scheme with two stages per worker has stages half
+as large. Depth, replicas and micro-batches for a cluster are chosen by ``search``, not here.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain, count
 from typing import Any, Literal
 
@@ -18,20 +16,26 @@ from counterflow.common.html import table, titled
 from counterflow.common.plurals import plural
 from counterflow.errors import ConfigError
 from counterflow.schedule import registry
-from counterflow.schedule.ir import OptionValue, Schedule
+from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.modes import parse_mode
 from counterflow.schedule.placement import Placement, linear, wave
-from counterflow.schedule.scheme import DEPTH, MICRO_BATCHES, MOST_OPS, PERIODS, SPLIT, Scheme
-from counterflow.schedule.workload import plain
-from counterflow.simulation import Costs, Simulation, simulate
-from counterflow.simulation.model_share import CostsOf, of_stages
-from counterflow.synthesis import Synthesis, synthesize
+from counterflow.schedule.scheme import MICRO_BATCHES, MOST_OPS, PERIODS, SPLIT, Scheme
+from counterflow.simulation import Costs
+from counterflow.simulation.model_share import CostsOf
+from counterflow.synthesis import synthesize
+
+from .compared import COMPUTED, Compared, computed_name
+from .comparison_costs import ComparisonCosts, NumericCosts, ProfiledCosts
+from .inputs.cluster import Cluster
+from .inputs.model import Model
+from .inputs.profile import Profile
+from .predict import Predictor
 
 STAGES_A_WORKER = 4
 """Default maximum of stages of one pipe that a worker holds in a comparison."""
 
-COMPUTED = "computed"
-"""Scheme name of a row whose order was computed."""
+BASELINE = "1f1b"
+"""Scheme whose plain form is listed beside the fastest schedules."""
 
 ROUNDING = 1e-9
 """Share by which a limit may be exceeded, because sums of fractions of activations round."""
@@ -46,102 +50,6 @@ Report = Callable[[int, int, str], None]
 """Called with the number of rows done, their total, and what follows."""
 
 
-@dataclass(frozen=True)
-class Compared:
-    """One schedule of a comparison. Times in the unit of the costs, for ``micro_batches`` micro-batches.
-
-    Attributes:
-        simulation: the schedule, simulated with the costs of its stages.
-        micro_batches: N of the comparison.
-        computed: bound and method of a computed order; None: a scheme's own order.
-    """
-
-    simulation: Simulation
-    micro_batches: int
-    computed: Synthesis | None = None
-
-    @property
-    def schedule(self) -> Schedule:
-        """The schedule."""
-        return self.simulation.schedule
-
-    @property
-    def name(self) -> str:
-        """Name of the row: the scheme with the options that differ from their defaults."""
-        if self.computed is not None:
-            return _computed_name(self.schedule.placement)
-        return _name(self.schedule)
-
-    @property
-    def scheme(self) -> str:
-        """The scheme; ``computed`` if the order was computed."""
-        return COMPUTED if self.computed is not None else self.schedule.scheme
-
-    @property
-    def synchronous(self) -> bool:
-        """True if every update follows a flush, so the numbers equal those of one process."""
-        return self.schedule.synchronous
-
-    @cached_property
-    def step(self) -> float:
-        """Duration of N micro-batches: the makespan, or their time in the steady state.
-
-        It is infinite if an asynchronous schedule has no steady state.
-        """
-        if self.synchronous:
-            return self.simulation.makespan
-        steady = self.simulation.steady_step
-        micro_batches = self.schedule.micro_batches
-        return math.inf if steady is None else steady * self.micro_batches / micro_batches
-
-    @cached_property
-    def bubble_ratio(self) -> float:
-        """Idle time over the step, averaged over workers; in the steady state if asynchronous."""
-        steady = None if self.synchronous else self.simulation.steady_bubble_ratio
-        return self.simulation.bubble_ratio if steady is None else steady
-
-    @property
-    def proved(self) -> bool | None:
-        """True if no order of these stages and limits is better; None if none was computed."""
-        return None if self.computed is None else self.computed.proved
-
-    @property
-    def lower_bound(self) -> float | None:
-        """Lower bound of all orders of these stages within the limits; None if none was computed."""
-        return None if self.computed is None else self.computed.lower_bound
-
-    @property
-    def remark(self) -> str:
-        """A remark in a few words; usually empty."""
-        if not self.synchronous:
-            return "asynchronous: older weights"
-        if self.computed is None:
-            return ""
-        if self.computed.proved:
-            return "proved best for these stages and limits"
-        return f"at most {self.computed.gap:.1%} from the best for these stages and limits"
-
-    @property
-    def _share(self) -> float:
-        return self.schedule.workers / self.schedule.stages
-
-    @cached_property
-    def weights(self) -> float:
-        """Maximum weights of a worker, in shares of the model: 1 is 1/P of the model, held once."""
-        return max(self.simulation.weight_copies) * self._share
-
-    @cached_property
-    def activations(self) -> float:
-        """Maximum activations of a worker, in units of a worker's share for one micro-batch."""
-        return max(self.simulation.peak_activations) * self._share
-
-    @cached_property
-    def peak_bytes(self) -> float | None:
-        """Maximum bytes of a worker; None if no bytes were given."""
-        peaks = self.simulation.peak_bytes
-        return None if peaks is None else max(peaks)
-
-
 @dataclass(frozen=True, repr=False)
 class Comparison:
     """Results of a comparison, fastest first.
@@ -154,6 +62,7 @@ class Comparison:
         rows: schedules within the limits, by ``step``.
         too_large: schedules beyond the limits, by their needs.
         left_out: schemes that have no schedule of this size, with the reason.
+        profiled: model, cluster and samples of a micro-batch, in words; empty if costs are given.
     """
 
     workers: int
@@ -163,6 +72,7 @@ class Comparison:
     rows: tuple[Compared, ...]
     too_large: tuple[Compared, ...] = ()
     left_out: tuple[tuple[str, str], ...] = ()
+    profiled: str = ""
 
     def __repr__(self) -> str:
         """One line."""
@@ -182,7 +92,7 @@ class Comparison:
                 f"{row.weights:.6g}",
                 row.remark,
             )
-            for row in self.best
+            for row in self.listed
         ]
         return titled(
             f"{plural(self.workers, 'worker')}, {plural(self.micro_batches, 'micro-batch')}",
@@ -197,6 +107,21 @@ class Comparison:
             fastest.setdefault(row.name if row.computed else row.scheme, row)
         return tuple(fastest.values())
 
+    @property
+    def baseline(self) -> Compared | None:
+        """Plain 1F1B, also beyond the limits; None if it was not compared."""
+        name = registry.scheme(BASELINE).title
+        return next((row for row in (*self.rows, *self.too_large) if row.name == name), None)
+
+    @property
+    def listed(self) -> tuple[Compared, ...]:
+        """The fastest row of each scheme within the limits, and plain 1F1B; fastest first."""
+        rows, baseline = self.best, self.baseline
+        fits = any(row is baseline for row in self.rows)
+        if baseline is None or not fits or any(row is baseline for row in rows):
+            return rows
+        return tuple(sorted((*rows, baseline), key=lambda row: row.step))
+
 
 def compare(
     workers: int,
@@ -205,9 +130,15 @@ def compare(
     *,
     costs_of: CostsOf | Literal["worker", "model"] = CostsOf.WORKER,
     schemes: Sequence[str] | None = None,
+    synchronous: bool = False,
     peak: float | None = None,
+    copies: float | None = None,
     memory_bytes: float | None = None,
     stages_a_worker: int = STAGES_A_WORKER,
+    model: Model | None = None,
+    profile: Profile | None = None,
+    cluster: Cluster | None = None,
+    samples: int = 1,
     seconds: float = 0.0,
     moves: int | None = None,
     report: Report | None = None,
@@ -220,9 +151,16 @@ def compare(
         costs: default: a forward takes 1, a backward 2, and messages nothing.
         costs_of: unit of ``costs``: a ``worker``'s share, 1/P of the model, or the ``model``.
         schemes: only these; None: all.
+        synchronous: whether to omit asynchronous schemes, which compute with older weights.
         peak: maximum activations of a worker, in units of a worker's share for one micro-batch.
-        memory_bytes: maximum bytes of a worker; needs bytes in ``costs``.
+        copies: maximum copies of a worker's share of the weights, versions included.
+        memory_bytes: maximum bytes of a worker, of weights, activations and all else together; needs bytes in
+            ``costs``, or a profile, with which a device's memory is the default.
         stages_a_worker: maximum stages of one pipe that a worker holds.
+        model: what is trained, in place of ``costs``, together with profile and cluster.
+        profile: costs of the model's layers on a device.
+        cluster: devices and links.
+        samples: B, samples of a micro-batch; used with a profile.
         seconds: approximate total time for computed orders; 0: none are computed. Orders are computed for one
             stage per worker and for two in a V, both with split backwards, within ``peak`` and
             ``memory_bytes``, or without either within the activations of 1F1B: P.
@@ -230,43 +168,47 @@ def compare(
         report: called with the progress.
 
     Raises:
-        ConfigError: a scheme is unknown, a number is below 1, costs are given by stage, or a limit in bytes
-            without bytes.
+        ConfigError: a scheme is unknown, a number is below 1, costs are given by stage, a limit in bytes
+            without bytes, or only a part of model, profile and cluster.
 
     >>> found = compare(4, 8, schemes=["gpipe", "1f1b", "zb-v"], peak=4)
     >>> [(row.name, row.step, row.activations) for row in found.best]
     [('zb-v', 25.5, 4.0), ('1F1B (dapple), split', 30.0, 4.0)]
+    >>> [(row.name, row.step) for row in found.listed][-1]
+    ('1F1B (dapple)', 33.0)
     >>> found.too_large[0].scheme, found.too_large[0].activations
     ('gpipe', 8.0)
     """
-    costs = Costs() if costs is None else costs
     costs_of = parse_mode(CostsOf, "costs_of", costs_of)
     _refuse(
-        costs_of,
-        costs,
         peak,
-        memory_bytes,
+        copies,
         workers=workers,
         micro_batches=micro_batches,
         stages_a_worker=stages_a_worker,
     )
+    inputs = (model, profile, cluster)
+    priced = _costs(costs, costs_of, inputs, samples, micro_batches)
+    if memory_bytes is not None and priced.costs.memory is None and priced.usable_bytes() is None:
+        raise ConfigError("a limit in bytes needs bytes of weights and activations; give these costs too")
+    memory_bytes = priced.usable_bytes() if memory_bytes is None else memory_bytes
     known = registry.SCHEMES.values() if schemes is None else [registry.scheme(name) for name in schemes]
     builds = [
         (scheme, options)
         for scheme in dict.fromkeys(known)
+        if scheme.synchronous or not synchronous
         for options in _options(scheme, workers, micro_batches, stages_a_worker * workers)
     ]
     _refuse_too_many(builds)
     placements = _placements(workers) if seconds or moves else ()
     report_row = _row_counter(report, len(builds) + len(placements))
-    model = costs, costs_of, micro_batches
-    room = workers if peak is None and memory_bytes is None else peak
-    limits = {"memory_bytes": memory_bytes, "seconds": seconds / max(len(placements), 1), "moves": moves}
+    limits = _Limits(peak, copies, memory_bytes)
+    search = {"seconds": seconds / max(len(placements), 1), "moves": moves}
     rows: list[Compared] = []
     left_out: dict[str, str] = {}
     for name, outcome in chain(
-        _of_schemes(builds, workers, model, report_row),
-        _of_placements(placements, room, limits, model, report_row),
+        _of_schemes(builds, workers, priced, report_row),
+        _of_placements(placements, limits, search, priced, report_row),
     ):
         if isinstance(outcome, Compared):
             rows.append(outcome)
@@ -274,20 +216,63 @@ def compare(
             left_out.setdefault(name, str(outcome))
     for row in rows:
         left_out.pop(row.scheme, None)
-    fits = [row for row in rows if _fits(row, peak, memory_bytes)]
+    fits = [row for row in rows if limits.fits(row)]
     return Comparison(
         workers,
         micro_batches,
-        costs,
+        priced.costs,
         costs_of,
         tuple(sorted(fits, key=lambda row: (row.step, row.activations, row.weights))),
-        tuple(sorted((row for row in rows if row not in fits), key=lambda row: (row.activations, row.step))),
+        tuple(
+            sorted((row for row in rows if not limits.fits(row)), key=lambda row: (row.activations, row.step))
+        ),
         tuple(left_out.items()),
+        priced.about,
     )
 
 
-_CostedModel = tuple[Costs, CostsOf, int]
-"""Costs, their unit, and micro-batches."""
+def _costs(
+    costs: Costs | None,
+    costs_of: CostsOf,
+    inputs: tuple[Model | None, Profile | None, Cluster | None],
+    samples: int,
+    micro_batches: int,
+) -> ComparisonCosts:
+    """The costs that were given, or those of a profile.
+
+    Raises:
+        ConfigError: both are given, only a part of a profile, or costs of stages.
+    """
+    if costs_of is CostsOf.STAGE:
+        raise ConfigError("costs_of='stage': stages of different schemes differ in size; use worker or model")
+    model, profile, cluster = inputs
+    if model is None and profile is None and cluster is None:
+        return NumericCosts(Costs() if costs is None else costs, costs_of, micro_batches)
+    if model is None or profile is None or cluster is None:
+        raise ConfigError("measured costs need a model, a profile and a cluster; give all three")
+    if costs is not None:
+        raise ConfigError("the profile has all costs; leave out the others")
+    return ProfiledCosts(Predictor(model, profile, cluster), samples, micro_batches)
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """Limits of a worker; None: no limit."""
+
+    peak: float | None
+    copies: float | None
+    memory_bytes: float | None
+
+    def fits(self, row: Compared) -> bool:
+        amounts = (row.activations, self.peak), (row.weights, self.copies)
+        if any(most is not None and amount > most * (1 + ROUNDING) for amount, most in amounts):
+            return False
+        return self.memory_bytes is None or (row.peak_bytes or 0.0) <= self.memory_bytes
+
+    def room(self, workers: int) -> float | None:
+        """Maximum activations of a computed order, in those of a worker's share."""
+        return workers if self.peak is None and self.memory_bytes is None else self.peak
+
 
 _Rows = Iterator[tuple[str, Compared | ConfigError]]
 """Names with the compared schedule, or with the reason why it does not exist."""
@@ -296,60 +281,53 @@ _Rows = Iterator[tuple[str, Compared | ConfigError]]
 def _of_schemes(
     builds: Sequence[tuple[Scheme, dict[str, OptionValue]]],
     workers: int,
-    model: _CostedModel,
+    costs: ComparisonCosts,
     report_row: Callable[[str], None],
 ) -> _Rows:
-    costs, costs_of, micro_batches = model
     for scheme, options in builds:
-        report_row(scheme.name)
+        report_row(scheme.title)
         try:
             scheme.refuse_too_large(options)
             schedule = scheme.build(**options)
+            if schedule.workers == workers:
+                yield scheme.name, costs.compare(options, schedule)
         except ConfigError as error:
             yield scheme.name, error
-            continue
-        if schedule.workers == workers:
-            stage_costs = of_stages(costs, schedule.placement, costs_of)
-            yield scheme.name, Compared(simulate(schedule, stage_costs), micro_batches)
 
 
 def _of_placements(
     placements: Sequence[Placement],
-    room: float | None,
-    limits: dict[str, Any],
-    model: _CostedModel,
+    limits: _Limits,
+    search: dict[str, Any],
+    costs: ComparisonCosts,
     report_row: Callable[[str], None],
 ) -> _Rows:
-    costs, costs_of, micro_batches = model
     for placement in placements:
         report_row("computed orders")
+        room = limits.room(placement.workers)
         try:
-            _refuse_too_large(placement, micro_batches)
+            _refuse_too_large(placement, costs.micro_batches)
+            problem = costs.problem(placement, limits.memory_bytes)
             synthesis = synthesize(
-                plain(placement, micro_batches, split=True),
-                of_stages(costs, placement, costs_of),
+                problem.workload,
+                problem.costs,
                 peak=None if room is None else room * placement.stages / placement.workers,
-                **limits,
+                memory_bytes=problem.memory_bytes,
+                **search,
             )
+            yield COMPUTED, costs.compare_order(problem, synthesis)
         except ConfigError as error:  # not even one micro-batch is within the limits
-            yield _computed_name(placement), error
-            continue
-        yield COMPUTED, Compared(synthesis.simulation, micro_batches, synthesis)
+            yield computed_name(placement), error
 
 
-def _refuse(
-    costs_of: CostsOf, costs: Costs, peak: float | None, memory_bytes: float | None, **counts: int
-) -> None:
-    if costs_of is CostsOf.STAGE:
-        raise ConfigError("costs_of='stage': stages of different schemes differ in size; use worker or model")
+def _refuse(peak: float | None, copies: float | None, **counts: int) -> None:
     for name, value in counts.items():
         most = _MOST_STAGES_A_WORKER if name == "stages_a_worker" else MOST_OPS
         if not 1 <= value <= most:
             raise ConfigError(f"{name}={value}: must be 1 or more, and at most {most:,}")
-    if peak is not None and not peak > 0:
-        raise ConfigError(f"peak={peak:g}: must be above 0")
-    if memory_bytes is not None and costs.memory is None:
-        raise ConfigError("a limit in bytes needs bytes of weights and activations; give these costs too")
+    for name, limit in (("peak", peak), ("copies", copies)):
+        if limit is not None and not limit > 0:
+            raise ConfigError(f"{name}={limit:g}: must be above 0")
 
 
 def _refuse_too_many(builds: Sequence[tuple[Scheme, Mapping[str, OptionValue]]]) -> None:
@@ -384,9 +362,6 @@ def _placements(workers: int) -> tuple[Placement, ...]:
     return (linear(workers), wave(workers, 1)) if workers > 1 else ()
 
 
-_SIZES = frozenset({*DEPTH, MICRO_BATCHES.name, PERIODS.name})
-
-
 def _options(
     scheme: Scheme, workers: int, micro_batches: int, layers: int
 ) -> Iterator[dict[str, OptionValue]]:
@@ -399,24 +374,3 @@ def _options(
         yield base | dict(more)
         if scheme.option(SPLIT.name) is not None and SPLIT.name not in more:
             yield base | dict(more) | {SPLIT.name: True}
-
-
-def _name(schedule: Schedule) -> str:
-    scheme = registry.scheme(schedule.scheme)
-    shown = [
-        option.describe(value)
-        for name, value in schedule.options
-        if name not in _SIZES and (option := scheme.option(name)) is not None and value != option.usual
-    ]
-    return ", ".join([scheme.title, *filter(None, shown)])
-
-
-def _computed_name(placement: Placement) -> str:
-    turns = placement.stages > placement.workers
-    return f"computed, {'two stages per worker in a V' if turns else 'one stage per worker'}"
-
-
-def _fits(row: Compared, peak: float | None, memory_bytes: float | None) -> bool:
-    if peak is not None and row.activations > peak * (1 + ROUNDING):
-        return False
-    return memory_bytes is None or (row.peak_bytes or 0.0) <= memory_bytes

@@ -10,11 +10,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from counterflow.api.contexts import Share
+from counterflow.schedule.ir import Schedule
 
 from .engine import Engine
 from .inspection import Timelines
 from .mesh.weight_table import WeightTable, weight_table
 from .stages.compiled import CompiledLayers
+from .stages.stage import LocalStage
 from .transport.base import Transport
 
 
@@ -22,6 +24,8 @@ class PipelineProperties:
     """Methods and properties of ``Pipeline`` that show a run and its results."""
 
     transport: Transport
+    schedule: Schedule
+    stages: Mapping[int, LocalStage]
     _engine: Engine
 
     def traced(self) -> AbstractContextManager[Callable[[], Timelines]]:
@@ -72,6 +76,16 @@ class PipelineProperties:
     def peak_saved_bytes(self) -> int:
         """Most bytes that autograd kept for backward on this worker at once, in the steps counted."""
         return self._engine.runner.interpreter.saved.peak
+
+    @property
+    def reads_inputs(self) -> bool:
+        """True if ``step`` reads inputs on this worker, since it holds the first stage; else None will do."""
+        return 0 in self.stages
+
+    @property
+    def reads_targets(self) -> bool:
+        """True if ``step`` reads targets on this worker, since it holds the last stage; else None will do."""
+        return self.schedule.stages - 1 in self.stages
 
     @property
     def data(self) -> Share:

@@ -22,9 +22,9 @@ from .config import RunConfig
 
 _DECIDED = {
     "pipeline": ("replicas", "recompute", "sync", "cuts", "transport"),  # and zero_stage, if it is 1
-    "train": ("samples",),
+    "train": ("samples", "out", "resume"),
 }
-"""Keys that a plan decides, by table of a config."""
+"""Keys that a plan decides, or that belong to the run that was profiled, by table of a config."""
 
 _CARRIED_TABLES = "data", "lora", "pipeline", "optimizer", "train"
 """Tables of a config that a plan keeps in addition to ``[model]``."""
@@ -104,7 +104,8 @@ def planned_config(
     }
     for table, carried in model.config.items():
         decided = values.get(table, {}) if table != "optimizer" else {}
-        values[table] = {**carried, **decided}
+        of_run = ("out", "resume") if table == "train" else ()
+        values[table] = {**{key: value for key, value in carried.items() if key not in of_run}, **decided}
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as error:

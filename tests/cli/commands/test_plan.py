@@ -177,7 +177,7 @@ def test_a_narrow_terminal_is_told_what_it_is_not_shown(inputs: str, columns: in
         application(), ["plan", *inputs.split(), "--scheme", "dapple"], prog_name="counterflow"
     )
     assert answer.exit_code == 0, answer.stderr
-    note = "In 80 columns without sync and devices; 132 show them, and so does --json"
+    note = "Columns sync and devices are hidden (needs a terminal of 132 columns, or --json)"
     assert (note in " ".join(answer.stdout.split())) is is_noted  # its lines are wrapped
 
 

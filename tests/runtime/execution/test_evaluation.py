@@ -191,7 +191,7 @@ def test_what_differs_between_workers_is_found() -> None:
 
     with pytest.raises(ConfigError, match="all workers make the same calls in the same order"):
         run(work, "calls", schemes.dapple(2, 2), workers=2)
-    with pytest.raises(ConfigError, match="have the same shape and other content"):
+    with pytest.raises(ConfigError, match="have the same shape but different contents"):
         run(work, "contents", schemes.chimera(2, 2), workers=2)
 
 

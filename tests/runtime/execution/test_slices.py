@@ -749,4 +749,4 @@ def test_a_layer_without_positions_in_its_output_is_told_of(caplog: pytest.LogCa
         assert agreement(
             schemes.dapple(stages=2, micro_batches=2, slices=2), partial(between, Recurrent, Flat, Deep)
         ).ok
-    assert "could not be seen whether layer 2 (Flat)" in caplog.text
+    assert "could not verify that layer 2 (Flat)" in caplog.text

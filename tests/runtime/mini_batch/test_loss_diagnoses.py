@@ -254,13 +254,13 @@ def test_other_parts_are_tried_where_that_of_a_half_is_not_finite() -> None:
 
 def test_a_kind_that_was_not_decided_is_checked_again(caplog: pytest.LogCaptureFixture) -> None:
     assert step_with([0, 1], [0, 1], [0, 1], [1, 4]) == 3
-    found = [r.getMessage() for r in caplog.records if "could not be seen whether the loss" in r.getMessage()]
+    found = [r.getMessage() for r in caplog.records if "could not verify that the loss" in r.getMessage()]
     assert "of some of the samples is not finite" in found[0]
 
 
 def test_a_worker_that_has_one_sample_says_so(caplog: pytest.LogCaptureFixture) -> None:
     run(functional.mse_loss, schemes.dapple(2, 1), samples=1, workers=4)
-    found = [r.getMessage() for r in caplog.records if "could not be seen whether the loss" in r.getMessage()]
+    found = [r.getMessage() for r in caplog.records if "could not verify that the loss" in r.getMessage()]
     assert "(a worker has the loss of one sample alone)" in found[0]
 
 
@@ -353,7 +353,7 @@ def of_four(output: Tensor, target: Tensor) -> Tensor:
 )
 def test_what_cannot_be_told_is_said_once(loss: Any, why: str, caplog: pytest.LogCaptureFixture) -> None:
     run(loss)
-    found = [r.getMessage() for r in caplog.records if "could not be seen whether the loss" in r.getMessage()]
+    found = [r.getMessage() for r in caplog.records if "could not verify that the loss" in r.getMessage()]
     assert len(found) == 1
     assert why in found[0]
 

@@ -472,7 +472,7 @@ def test_threads_without_the_device_that_they_are_to_use(monkeypatch: pytest.Mon
     with pytest.raises(ConfigError, match="local on cuda: torch finds no GPU here; choose the CPU"):
         launch(on_a_gpu, workers=1, transport="local")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ConfigError, match='on cpu; its device is .*: give launch device="cuda"'):
+    with pytest.raises(ConfigError, match=r'on cpu; its device is .*: give launch device="cuda"'):
         launch(on_a_gpu, workers=1, transport="local")
 
 

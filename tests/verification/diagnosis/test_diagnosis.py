@@ -230,7 +230,7 @@ def test_layers_on_slices(caplog: pytest.LogCaptureFixture) -> None:
         with pytest.raises(ConfigError, match=r"layer 0 \(Sums\) of stage 4 makes something else of a whole"):
             SlicedStage(layer).diagnose()
     SlicedStage(lambda *_: None).diagnose()
-    assert "it could not be seen whether layer 0 (Sums), and what comes after it" in caplog.text
+    assert "could not verify that layer 0 (Sums), and what comes after it" in caplog.text
 
 
 def test_layers_on_shares(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,11 +10,14 @@ import typer
 
 from counterflow.common.cli_fields import cli_field
 from counterflow.common.plurals import plural
-from counterflow.planning.scheme_comparison import STAGES_A_WORKER, Compared, Comparison
+from counterflow.planning.compared import Compared
+from counterflow.planning.comparison_sweep import Sweep, Swept, compare_over, parse_sweep
+from counterflow.planning.scheme_comparison import STAGES_A_WORKER, Comparison
 from counterflow.planning.scheme_comparison import compare as compared
 from counterflow.simulation.model_share import CostsOf
 
 from ..options.flags import JsonFlag, ModelCostOptions, OptionRecord, bytes_of
+from ..options.profile_files import ProfileFiles, refuse_costs
 from ..output.console import WIDE, byte_size, console, note, number, print_json, table_of
 from ..output.search_bar import search_bar
 
@@ -41,13 +44,24 @@ class WorkerLimits(OptionRecord):
 
     panel: ClassVar[str] = "Limits of each worker"
 
+    synchronous: bool = cli_field(
+        False, "Only synchronous schemes, whose numbers equal those of one process."
+    )
     peak: float | None = cli_field(
         None,
         "Maximum activations, in units of one micro-batch of a worker's share; 1F1B stashes P.",
         metavar="NUMBER",
     )
+    copies: float | None = cli_field(
+        None,
+        "Maximum copies of a worker's share of the weights, versions counted; 1: only one.",
+        metavar="NUMBER",
+    )
     memory: str | None = cli_field(
-        None, "Maximum bytes of a worker; needs --weight-bytes and the others below.", metavar="BYTES"
+        None,
+        "Maximum bytes of a worker, weights and activations together; needs --weight-bytes and the others "
+        "below, or --profile, with which it is by default the memory of a device.",
+        metavar="BYTES",
     )
 
     def memory_bytes(self) -> float | None:
@@ -75,6 +89,11 @@ class ListingOptions(OptionRecord):
         least=0,
     )
     all_options: bool = cli_field(False, "List every option of every scheme, not only its best.", name="all")
+    sweep: str | None = cli_field(
+        None,
+        "Compare over several values of workers, micro-batches or p2p, as in p2p=0,0.1,0.2.",
+        metavar="NAME=VALUES",
+    )
     out: Path | None = cli_field(None, "Draw the table into FILE: .png, .svg or .pdf.", metavar="FILE")
 
 
@@ -83,6 +102,7 @@ def compare(
     size: ModelSize,
     limits: WorkerLimits,
     costs: ModelCostOptions,
+    profiled: ProfileFiles,
     output: ListingOptions,
     as_json: JsonFlag = False,
 ) -> None:
@@ -92,17 +112,21 @@ def compare(
         from counterflow.drawing.saving import require_form
 
         require_form(out)
+    arguments: dict[str, Any] = {
+        **asdict(size),
+        **_costs(costs, profiled),
+        "synchronous": limits.synchronous,
+        "peak": limits.peak,
+        "copies": limits.copies,
+        "memory_bytes": limits.memory_bytes(),
+        "seconds": output.seconds,
+        "moves": output.moves,
+    }
+    if output.sweep is not None:
+        _sweep(parse_sweep(output.sweep), arguments, out, as_json=as_json)
+        return
     with search_bar("comparing") as report:
-        comparison = compared(
-            costs=costs.costs(),
-            costs_of=costs.costs_of,
-            peak=limits.peak,
-            memory_bytes=limits.memory_bytes(),
-            seconds=output.seconds,
-            moves=output.moves,
-            report=report,
-            **asdict(size),
-        )
+        comparison = compared(report=report, **arguments)
     if out is not None:
         _draw(comparison, out)
     if as_json:
@@ -110,41 +134,103 @@ def compare(
 
         print_json(ComparisonShown.model_validate(comparison))
     else:
-        _print(comparison, comparison.rows if output.all_options else comparison.best)
+        _print(comparison, comparison.rows if output.all_options else comparison.listed)
     if out is not None:
         note(f"Wrote {out}")
+
+
+def _costs(costs: ModelCostOptions, profiled: ProfileFiles) -> dict[str, Any]:
+    """Costs in flags, or those of a profile, as arguments of the comparison."""
+    if not profiled.given:
+        return {"costs": costs.costs(), "costs_of": costs.costs_of}
+    refuse_costs(costs.set_values())
+    return profiled.read()._asdict()
+
+
+def _sweep(sweep: Sweep, arguments: dict[str, Any], out: Path | None, *, as_json: bool) -> None:
+    with search_bar("comparing") as report:
+        swept = compare_over(sweep, report=report, **arguments)
+    if out is not None:
+        from counterflow.drawing.sweep import draw_sweep
+
+        draw_sweep(
+            {
+                name: [None if row is None else row.bubble_ratio for row in rows]
+                for name, rows in swept.by_scheme.items()
+            },
+            sweep.values,
+            out,
+            title=f"bubbles by {sweep.title}",
+            label=sweep.title,
+        )
+    if as_json:
+        from counterflow.planning.comparison_report import SweepShown
+
+        print_json(SweepShown.model_validate(swept))
+    else:
+        _print_sweep(swept)
+    if out is not None:
+        note(f"Wrote {out}")
+
+
+def _print_sweep(swept: Swept) -> None:
+    from rich.text import Text
+
+    out = console(WIDE)
+    out.print(Text(f"Bubbles of the fastest schedule of each scheme, by {swept.sweep.title}", style="bold"))
+    table = table_of("scheme", *map(number, swept.sweep.values), text_columns=("scheme",), pad_edge=False)
+    for name, rows in swept.by_scheme.items():
+        table.add_row(name, *("–" if row is None else f"{row.bubble_ratio:.1%}" for row in rows))
+    out.print(table)
+    out.print(Text("–: no schedule of this size within the limits", style="dim"))
+
+
+_NARROW = 96
+"""Columns below which the table omits the distance from the best if it has bytes."""
 
 
 def _print(comparison: Comparison, rows: tuple[Compared, ...]) -> None:
     from rich.text import Text
 
     out = console(WIDE)
-    unit = comparison.costs.time_unit
-    out.print(
-        Text(
-            f"{plural(comparison.workers, 'worker')} · {plural(comparison.micro_batches, 'micro-batch')}",
-            style="bold",
-        )
-    )
-    out.print(Text(_told_costs(comparison), style="dim"))
-    columns = ["scheme", f"step {unit}", "over best", "bubbles", "activations", "weights"]
-    sized = comparison.costs.memory is not None
-    table = table_of(*columns, *(["peak memory"] if sized else []), "", text_columns=("scheme", ""))
+    unit = "ms" if comparison.profiled else comparison.costs.time_unit
+    scale = 1e3 if comparison.profiled else 1.0
+    size = f"{plural(comparison.workers, 'worker')} · {plural(comparison.micro_batches, 'micro-batch')}"
+    out.print(Text(size, style="bold"))
+    out.print(Text(_cost_text(comparison), style="dim"))
+    sized = any(row.peak_bytes is not None for row in rows)
+    over = not sized or out.width >= _NARROW
+    columns = ["scheme", f"step {unit}", *["over"] * over, "bubbles", "activations", "weights"]
+    table = table_of(*columns, *["memory"] * sized, text_columns=("scheme",), pad_edge=False)
     least = rows[0].step if rows else 1.0
     for row in rows:
-        over = row.step / least - 1
-        cells = [row.name, number(row.step), "" if over < 5e-4 else f"{over:.1%}", f"{row.bubble_ratio:.1%}"]
-        cells += [number(row.activations), number(row.weights)]
-        if row.peak_bytes is not None:
-            cells.append(byte_size(row.peak_bytes))
-        table.add_row(*cells, row.remark)
+        distance = row.step / least - 1
+        table.add_row(
+            ", ".join(filter(None, [row.name, row.mark])),
+            f"{scale * row.step:.5g}",
+            *["" if distance < 5e-4 else f"{distance:.1%}"] * over,
+            f"{row.bubble_ratio:.1%}",
+            f"{row.activations:.5g}",
+            f"{row.weights:.4g}",
+            *[byte_size(row.peak_bytes or 0.0)] * sized,
+        )
     if rows:
         out.print(table)
     for line in _below(comparison, rows):
         out.print(Text(line, style="dim"))
 
 
-def _told_costs(comparison: Comparison) -> str:
+_MARKS = {
+    "async": "async: asynchronous, computes with older weights",
+    "proved": "proved: no order of these stages within these limits is better",
+    "≤": "≤: at most so far from the best order of these stages within these limits",
+}
+"""Meaning of the marks of rows."""
+
+
+def _cost_text(comparison: Comparison) -> str:
+    if comparison.profiled:
+        return comparison.profiled
     costs, unit = comparison.costs, comparison.costs.time_unit
     whose = "a worker's share of the model" if comparison.costs_of is CostsOf.WORKER else "the whole model"
     shown = [
@@ -164,11 +250,7 @@ def _below(comparison: Comparison, rows: tuple[Compared, ...]) -> list[str]:
     lines = []
     if not rows:
         lines.append("No schedule keeps the limits; the smallest ones need:")
-        lines += [
-            f"  {row.name}: {number(row.activations)} activations"
-            + (f", {byte_size(row.peak_bytes)}" if row.peak_bytes is not None else "")
-            for row in comparison.too_large[:3]
-        ]
+        lines += [f"  {row.name}: {_needs(row)}" for row in comparison.too_large[:3]]
     elif comparison.too_large:
         known = {row.scheme for row in rows}
         names = dict.fromkeys(row.scheme for row in comparison.too_large if row.scheme not in known)
@@ -176,12 +258,27 @@ def _below(comparison: Comparison, rows: tuple[Compared, ...]) -> list[str]:
         counted = len(comparison.too_large)
         lines.append(f"{counted} schedule{'s need' if counted > 1 else ' needs'} more than the limits{more}.")
     if rows:
-        lines.append(
-            "activations: the most that a worker holds, in those of its share of the model for a micro-batch"
-        )
-        lines.append("weights: copies of a worker's share of the model, versions included")
-    lines += [f"{name} has no schedule of this size: {reason}" for name, reason in comparison.left_out]
+        lines += [
+            "activations: the most that a worker holds, in those of its share for a micro-batch",
+            "weights: copies of a worker's share of the model, versions included",
+        ]
+        lines += [text for mark, text in _MARKS.items() if any(row.mark.startswith(mark) for row in rows)]
+    baseline = comparison.baseline
+    if baseline is not None and not any(row.name == baseline.name for row in rows):
+        lines.append(f"The baseline, {baseline.name}, is beyond the limits: {_needs(baseline)}")
+    absent: dict[str, list[str]] = {}
+    for name, reason in comparison.left_out:
+        absent.setdefault(reason, []).append(name)
+    lines += [
+        f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} no schedule of this size: {reason}"
+        for reason, names in absent.items()
+    ]
     return lines
+
+
+def _needs(row: Compared) -> str:
+    needs = f"{number(row.activations)} activations, weights {number(row.weights)} times"
+    return needs if row.peak_bytes is None else f"{needs}, {byte_size(row.peak_bytes)}"
 
 
 def _draw(comparison: Comparison, path: Path) -> None:
@@ -190,7 +287,7 @@ def _draw(comparison: Comparison, path: Path) -> None:
     unit = comparison.costs.time_unit
     rows = [
         Ranked(row.name, row.step, row.bubble_ratio, row.activations, row.weights, row.synchronous)
-        for row in comparison.best
+        for row in comparison.listed
     ]
     title = f"{plural(comparison.workers, 'worker')}, {plural(comparison.micro_batches, 'micro-batch')}"
-    draw_ranking(rows, path, title=title, about=_told_costs(comparison), unit=unit)
+    draw_ranking(rows, path, title=title, about=_cost_text(comparison), unit=unit)

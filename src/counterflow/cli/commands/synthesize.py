@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, asdict, dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -11,7 +11,6 @@ import typer
 from counterflow.common.cli_fields import cli_field
 from counterflow.common.plurals import plural
 from counterflow.errors import ConfigError
-from counterflow.planning.inputs.input_files import load_cluster, load_model, load_profile
 from counterflow.planning.orders import play_one_by_one
 from counterflow.planning.play import Play
 from counterflow.planning.predict import Predictor
@@ -25,7 +24,7 @@ from counterflow.synthesis import synthesize as compute
 
 from ..options.flags import CostOptions, JsonFlag, OptionRecord, bytes_of, numbers_of
 from ..options.placements import placement_of
-from ..options.wording import flag
+from ..options.profile_files import ProfileFiles, refuse_costs
 from ..output.console import byte_size, console, note, number, print_json, writing
 from ..output.search_bar import order_bar
 
@@ -125,17 +124,8 @@ class SearchOptions(OptionRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileOptions(OptionRecord):
+class ProfileOptions(ProfileFiles):
     """Files that measured costs are read from."""
-
-    panel: ClassVar[str] = (
-        "Profile: measured costs instead of the costs above, in the files of 'counterflow plan'"
-    )
-
-    model: Path | None = cli_field(None, "Layers of the model.", metavar="FILE")
-    profile: Path | None = cli_field(None, "Costs of its layers.", metavar="FILE")
-    cluster: Path | None = cli_field(None, "Devices and links.", metavar="FILE")
-    micro_batch_size: int | None = cli_field(None, "Samples of a micro-batch.", metavar="SAMPLES")
 
     def play(self, workload: Workload, costs: CostOptions) -> Play | None:
         """The measured costs of a model's stages, cut into balanced stages; None if no files are given.
@@ -143,30 +133,23 @@ class ProfileOptions(OptionRecord):
         Raises:
             ConfigError: only some of the files are given, costs are given as well, or a file is damaged.
         """
-        files = asdict(self)
-        if workload.slices > 1 and any(value is not None for value in files.values()):
+        if not self.given:
+            return None
+        if workload.slices > 1:
             raise ConfigError(
                 f"--slices {workload.slices}: a profile has times of whole micro-batches and halves, none of "
                 "slices; give --forward and --backward instead, or leave out --slices"
             )
-        missing = [flag(name) for name, value in files.items() if value is None]
-        if len(missing) == len(files):
-            return None
-        if missing:
-            raise ConfigError(
-                "measured costs need a model, a profile, a cluster and a size: also give "
-                + ", ".join(missing)
-            )
+        inputs = self.read()
         cost_values = costs.set_values()
         replicas, recompute = cost_values.pop("replicas", 1), cost_values.pop("recompute", Recompute.NONE)
-        if cost_values:
-            first = flag(next(iter(cost_values)))
-            raise ConfigError(f"{first}: the profile has all costs; leave it out, or leave out --profile")
-        predictor = Predictor(
-            load_model(files["model"]), load_profile(files["profile"]), load_cluster(files["cluster"])
-        )
+        refuse_costs(cost_values)
         return play_one_by_one(
-            predictor, workload, replicas=replicas, samples=files["micro_batch_size"], recompute=recompute
+            Predictor(inputs.model, inputs.profile, inputs.cluster),
+            workload,
+            replicas=replicas,
+            samples=inputs.samples,
+            recompute=recompute,
         )
 
 

@@ -67,8 +67,8 @@ def print_plans(
     spread = cluster.most_devices > 1
     out.print(_ranking(plans, width=out.width, with_arrangement=spread))
     if out.width < (room := _room(plans, with_arrangement=spread)):
-        left_out = "sync and devices" if spread else "sync"
-        remark = f"In {out.width} columns without {left_out}; {room} show them, and so does --json"
+        columns = "Columns sync and devices are" if spread else "Column sync is"
+        remark = f"{columns} hidden (needs a terminal of {room} columns, or --json)"
         out.print(Text(remark, style="dim"))
     best = result.best[0].play.prediction()
     for line in _of_best(result.best[0]):

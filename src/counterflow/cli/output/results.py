@@ -14,7 +14,7 @@ from counterflow.integrations.conversion import ConvertedShown
 from counterflow.integrations.torchtitan.job_config import TranslatedShown
 from counterflow.measure.health import Doctor
 from counterflow.papers.reproduction_report import FigureShown, FiguresShown, Reproducible, TableShown
-from counterflow.planning.comparison_report import ComparisonShown
+from counterflow.planning.comparison_report import ComparisonShown, SweepShown
 from counterflow.planning.plan_report import Examples, Planned
 from counterflow.program.program_report import Checked
 from counterflow.schedule.layouts.layout_report import LayoutShown
@@ -27,7 +27,7 @@ from counterflow.training.training_report import ConfigKeys, Prepared, Trained
 from counterflow.verification.verification_report import Verified
 
 COMMANDS: tuple[type[Result], ...] = (
-    *(Simulated, Synthesized, ComparisonShown, Checked, Verified, Schemes, Planned, Examples),
+    *(Simulated, Synthesized, ComparisonShown, SweepShown, Checked, Verified, Schemes, Planned, Examples),
     *(LayoutShown, TranslatedShown),
     *(Profiled, Trained, Prepared, MeshShown, ConfigKeys, ConvertedShown, Doctor),
     *(Reproducible, TableShown, FigureShown, FiguresShown),

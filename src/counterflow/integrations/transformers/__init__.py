@@ -31,5 +31,11 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        try:
+            return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        except ModuleNotFoundError as error:
+            if error.name not in ("transformers", "accelerate"):
+                raise
+            advice = f'{error.name} is not installed; pip install "counterflow[transformers]"'
+            raise ModuleNotFoundError(advice, name=error.name) from None
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

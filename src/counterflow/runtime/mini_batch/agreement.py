@@ -288,8 +288,8 @@ class Agreement:
                     first, second = sorted(ranks_by_digest.values())[:2]
                     raise ConfigError(
                         f"step {step}: the {name} of ranks {first} and {second} have the same shape "
-                        "and other content; all workers of a replica get the same mini-batch, or None where "
-                        "it is not read"
+                        "but different contents; all workers of a replica get the same mini-batch, or None "
+                        "where it is not read"
                     )
 
 

@@ -176,7 +176,7 @@ class FirstSteps:
         if reason is not None and not self._warned_of_losses:
             self._warned_of_losses = True
             _LOG.warning(
-                "it could not be seen whether the loss is a mean over samples, as it is taken to be (%s)",
+                "could not verify that the loss is a mean over samples (assumed): %s",
                 reason,
             )
 
@@ -193,8 +193,7 @@ class FirstSteps:
         if not self._warned_of_aux:
             self._warned_of_aux, self._aux_tries = True, _TRIES
             _LOG.warning(
-                "it could not be seen whether what layers add to the loss is a mean over samples, as it is "
-                "taken to be (%s)",
+                "could not verify that what layers add to the loss is a mean over samples (assumed): %s",
                 reason,
             )
 

@@ -111,8 +111,8 @@ class InputCutDiagnosis:
             )
         if warns and first is not Verdict.SAME:
             _LOG.warning(
-                "it could not be seen whether %s have their samples where they are cut, as they are taken to "
-                "have: %s", names, REASONS[first],
+                "could not verify that %s have their samples in the dimensions where they are cut (assumed): "
+                "%s", names, REASONS[first],
             )  # fmt: skip
 
     def _refusal(self, way: Mapping[int, int | None]) -> str:

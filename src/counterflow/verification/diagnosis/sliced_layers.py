@@ -278,6 +278,6 @@ def _join(slices: _Slices) -> Joined | None:
 
 def _warn(layer: SlicedLayer, more: str) -> None:
     _LOG.warning(
-        "it could not be seen whether %s%s makes of slices what it makes of the whole sequence, as it is "
-        "taken to do", layer.place, more,
+        "could not verify that %s%s computes the same from slices as from the whole sequence (assumed)",
+        layer.place, more,
     )  # fmt: skip
