@@ -92,6 +92,11 @@ class ModelRecords(Protocol):
         """The user's model; None once it is gone."""
         ...
 
+    @property
+    def closed(self) -> Mapping[str, str]:
+        """Modules that could not be traced, and what their forward does."""
+        ...
+
 
 class LayerRecords(Protocol):
     """A record of a model in one state, as its layers adopt it.
@@ -223,6 +228,11 @@ class CapturedLayer(nn.Module):
         pairs = zip(example.leaves, example.free, strict=True)
         sizes = [leaf.shape[dims[0][0]] for leaf, dims in pairs if dims]
         return max(sizes, key=sizes.count, default=None)
+
+    @property
+    def closed(self) -> Mapping[str, str]:
+        """Modules of the model that could not be looked into, by path, and what their forward does."""
+        return {} if self.recording is None else self.recording.closed
 
     @property
     def model(self) -> nn.Module | None:

@@ -42,6 +42,7 @@ class Records:
         opened: paths of the opened modules.
         mark: dtype of the weights of the runs.
         grad_in_evaluation: whether evaluation was recorded with gradients.
+        closed: modules that could not be traced, with what their forward does.
     """
 
     training: Record
@@ -50,6 +51,7 @@ class Records:
     opened: frozenset[str]
     mark: torch.dtype | None
     grad_in_evaluation: bool
+    closed: Mapping[str, str]
 
 
 def records_of(model: nn.Module, inputs: Any, kwargs: Mapping[str, Any], dim: int | None) -> Records:
@@ -119,6 +121,10 @@ def _refusal(model: nn.Module, error: Unfollowed) -> str:
     )
 
 
+def _reason(error: Unfollowed) -> str:
+    return f"{error.why} ({error.line})" if error.line else error.why
+
+
 class _Opening:
     """Opens more and more modules of a model, until no atom is expensive or none can be opened.
 
@@ -143,6 +149,7 @@ class _Opening:
         self._by_path = dict(model.named_modules())
         self._opened = {""}
         self._closed: set[str] = set()
+        self._reasons: dict[str, str] = {}
         self._costs: Mapping[str, float] | None = None
         self._grad_in_evaluation = grad_in_evaluation
         self._reachable = globals_of(model)
@@ -175,16 +182,17 @@ class _Opening:
                     frozenset(self._opened),
                     self._mark,
                     self._grad_in_evaluation,
+                    dict(self._reasons),
                 )
             except Varies as error:
                 if not error.paths:
                     raise
                 for path in error.paths:
-                    self._close(path)
+                    self._close(path, f"does not do the same in each run ({error})")
             except Unfollowed as error:
                 if not error.path or error.path not in self._opened:
                     raise
-                self._close(error.path)
+                self._close(error.path, _reason(error))
 
     def record(self, opened: Collection[str], *, training: bool | None) -> Record:
         """A record of the model as it is now, with the same modules opened.
@@ -237,9 +245,10 @@ class _Opening:
                 elif not error.path or error.path not in self._opened:
                     raise
                 else:
-                    self._close(error.path)
+                    self._close(error.path, _reason(error))
 
-    def _close(self, path: str) -> None:
+    def _close(self, path: str, why: str) -> None:
+        self._reasons.setdefault(path, why)
         inside = {p for p in self._opened if p == path or p.startswith(f"{path}.")}
         self._opened -= inside
         self._closed |= inside
@@ -304,4 +313,7 @@ class _Opening:
         if any(".".join(parents[:n]) in self._closed for n in range(1, len(parents) + 1)):
             return False
         module = self._by_path[path]
-        return not isinstance(module, torch.jit.ScriptModule) and not has_hooks(module)
+        if isinstance(module, torch.jit.ScriptModule) or has_hooks(module):
+            self._reasons.setdefault(path, "is compiled by torch.jit or has hooks, which are not traced")
+            return False
+        return True

@@ -109,6 +109,7 @@ class Recording:
         self._lock = threading.Lock()
         self._example, self._opened, self._mark = records.example, records.opened, records.mark
         self._grad = records.grad_in_evaluation
+        self.closed = records.closed
         self.current = [
             Variant(reads, guards_of(model, reads, environment), mode_parts, record)
             for record, mode_parts in zip((records.training, records.evaluation), parts, strict=True)

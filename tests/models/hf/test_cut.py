@@ -201,7 +201,6 @@ def test_predictions_are_the_models_own() -> None:
     ("change", "message"),
     [
         (lambda model: model.eval(), "call model.train"),
-        (lambda model: setattr(model.config, "output_router_logits", True), "output_router_logits=False"),
         (
             lambda model: setattr(model.config, "_attn_implementation", "flex_attention"),
             'attn_implementation="sdpa"',

@@ -26,6 +26,7 @@ from .attention_masks import widened
 from .first_layer import FirstLayer
 from .plans import plan_of, refuse, unwrapped
 from .recurrence import LINEAR, recurring
+from .routers import COUNTED, LOGITS, RouterLoss, router_loss
 from .shells import disable_extras, has, has_weights, shell_of
 from .slice_attention import CAUSAL, EVERY_LAYER, FULL, Seen, attending
 from .stand_ins import HIDDEN, SavedInput, unfollowed
@@ -41,6 +42,10 @@ def layers(model: nn.Module) -> list[nn.Module]:
     The first accepts token ids, or a dict of arguments of the model's ``forward`` (``input_ids``,
     ``attention_mask``, ``position_ids``, ``token_type_ids``), or these as keyword arguments; the last returns
     the model's output without labels, an object with ``logits``.
+
+    With ``output_router_logits`` in its config, the loss of its routers is added (``cf.add_loss``), as metric
+    ``aux_loss``. It is a product of means over all tokens of a micro-batch, for which the pipeline needs
+    ``per_micro_batch_loss=True``.
 
     Args:
         model: a model in training mode (``model.train()``); ``from_pretrained`` returns it in evaluation
@@ -66,8 +71,11 @@ def layers(model: nn.Module) -> list[nn.Module]:
         unwrapped_model, path, [*after, *heads], kinds, [prefix + name for name in plan.unnamed]
     )
     window = getattr(base.config, "sliding_window", None)
-    blocks = [RepeatedLayer(block, kind, window) for block, kind in zip(repeated, kinds, strict=True)]
-    listed = [first, *blocks, Last(unwrapped_model, path, [*after, *heads], prefix)]
+    routers = first.routers = router_loss(unwrapped_model)
+    blocks = [
+        RepeatedLayer(block, kind, window, routers) for block, kind in zip(repeated, kinds, strict=True)
+    ]
+    listed = [first, *blocks, Last(unwrapped_model, path, [*after, *heads], prefix, routers)]
     for layer in listed:
         layer.fill_with(filling)
     return [*listed]
@@ -81,8 +89,9 @@ def _kinds(model: PreTrainedModel, count: int) -> list[str]:
 class RepeatedLayer(Layer):
     """A repeated layer."""
 
-    def __init__(self, block: nn.Module, kind: str, window: int | None) -> None:
+    def __init__(self, block: nn.Module, kind: str, window: int | None, routers: RouterLoss | None) -> None:
         super().__init__()
+        self.routers = routers
         self.block = block
         self.kind = kind
         self.carry = Carry()
@@ -90,6 +99,15 @@ class RepeatedLayer(Layer):
 
     def forward(self, value: dict[str, Any]) -> dict[str, Any]:
         """The hidden states through the layer, with its own arguments."""
+        if self.routers is None:
+            return self._forward(value)
+        with self.routers.recorded(self.block) as logits:
+            output = self._forward(value)
+        shape = value[HIDDEN].shape[:2]
+        by_sample = (tensor.reshape(*shape, -1) for tensor in logits)
+        return {**output, LOGITS: (*value.get(LOGITS, ()), *by_sample)}
+
+    def _forward(self, value: dict[str, Any]) -> dict[str, Any]:
         args, kwargs = widened(value["taken"][self.kind])
         if CAUSAL in value:
             enter = partial(self._carried, value[CAUSAL])
@@ -114,8 +132,11 @@ class RepeatedLayer(Layer):
 class Last(Layer):
     """Everything after the repeated layers."""
 
-    def __init__(self, model: PreTrainedModel, path: str, after: list[str], prefix: str) -> None:
+    def __init__(
+        self, model: PreTrainedModel, path: str, after: list[str], prefix: str, routers: RouterLoss | None
+    ) -> None:
         super().__init__()
+        self.routers = routers
         self.saved_input: list[Tensor] = []
         replaced: dict[str, nn.Module] = {
             path: nn.ModuleList(
@@ -131,7 +152,9 @@ class Last(Layer):
         disable_extras(self.model)
 
     def forward(self, value: dict[str, Any]) -> Any:
-        """The hidden states to the model's output."""
+        """The hidden states to the model's output; a loss of routers is added."""
+        if self.routers is not None:
+            self.routers.add(value[LOGITS], value.get(COUNTED))
         hidden = value[HIDDEN]
         ids = value.get("input_ids")
         if ids is None:

@@ -21,6 +21,7 @@ from counterflow.errors import ConfigError
 
 from .attention_masks import forms_of, is_mask, masks_made, narrowed, texts_of
 from .recurrence import LINEAR
+from .routers import COUNTED, RouterLoss
 from .shells import disable_extras, shell_of
 from .slice_attention import CAUSAL, KINDS, Seen
 from .stand_ins import HIDDEN, Absent, Called, Note, unfollowed
@@ -49,6 +50,7 @@ class FirstLayer(Layer):
         self.forms: dict[Any, tuple[str, bool] | None] = {}
         """Forms of masks by kind of layer, shape and arguments; None: another form."""
         self.notes: list[Any] = []
+        self.routers: RouterLoss | None = None
         repeated = list(model.get_submodule(path).children())
         stand_ins = nn.ModuleList(Note(block, self.notes, last=block is repeated[-1]) for block in repeated)
         self.model = shell_of(model, {path: stand_ins} | {name: Absent() for name in after})
@@ -109,6 +111,7 @@ class FirstLayer(Layer):
             )
             layer_arguments[kind] = pytree.tree_map(narrow, kind_arguments)
         ids = {"input_ids": arguments.get("input_ids")} if self.wants_ids else {}
+        ids |= {} if self.routers is None else {COUNTED: arguments.get("attention_mask")}
         return {HIDDEN: hidden, "taken": layer_arguments, **ids, **({CAUSAL: seen} if plain else {})}
 
     @staticmethod
@@ -138,6 +141,11 @@ class FirstLayer(Layer):
         Raises:
             ConfigError: a mask or position ids are not by sample and position.
         """
+        if self.routers is not None:
+            raise ConfigError(
+                "output_router_logits: the loss of routers is a product of means over all tokens, which "
+                "slices and shares of sequences do not have; set it to False, or train whole sequences"
+            )
         of, before = self._embedded(arguments), self.before
         mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
         start, last, document = before.take_of_share((0, None, 0))

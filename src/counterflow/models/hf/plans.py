@@ -14,6 +14,7 @@ from torch import nn
 
 from counterflow.errors import ConfigError
 
+from .routers import router_loss
 from .shells import has, has_weights
 
 if TYPE_CHECKING:
@@ -134,10 +135,10 @@ def refuse(model: PreTrainedModel) -> None:
             f"the masks of the {name}'s flex_attention cannot be passed between stages; load it with "
             'attn_implementation="sdpa"'
         )
-    if getattr(config, "output_router_logits", False):
+    if getattr(config, "output_router_logits", False) and router_loss(model) is None:
         raise ConfigError(
-            f"the {name} adds a loss of its routers, which are in all stages; set output_router_logits=False "
-            "in its config"
+            f"the {name} adds a loss of its routers in a form of its own; set output_router_logits=False in "
+            "its config, and add the loss by cf.add_loss in its layers"
         )
     if "_loss_function" in vars(model):
         raise ConfigError(

@@ -47,7 +47,12 @@ def disable_extras(shell: nn.Module) -> None:
         if config is None:
             continue
         module.config = config = copy.deepcopy(config)
-        for name, value in (("use_cache", False), ("output_hidden_states", False), ("return_dict", True)):
+        for name, value in (
+            ("use_cache", False),
+            ("output_hidden_states", False),
+            ("return_dict", True),
+            ("output_router_logits", False),
+        ):
             if getattr(config, name, value) != value:
                 setattr(config, name, value)
 

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from counterflow.capture.estimates import estimated_costs
+from counterflow.capture.layer import CapturedLayer
 from counterflow.capture.model_layers import aliases_of, layers_of, state_names
+from counterflow.common.plurals import plural
+from counterflow.errors import ConfigError
 from counterflow.program.actions import Program
 from counterflow.schedule.cuts import balance, explicit
 from counterflow.schedule.ir import Schedule
@@ -112,6 +115,7 @@ def partition_model(
     """
     loss = loss_layer(loss_function)
     modules = layers_of(model, list_layers)
+    _refuse_few(modules, schedule)
     names_of = state_names(model, list_layers)
     all_layers = [NamedLayer(i, n, m) for i, (n, m) in enumerate(zip(names_of, modules, strict=True))]
     stages = schedule.stages
@@ -138,6 +142,28 @@ def partition_model(
         tuple(shared_buffers(layers, loss)),
         shared_objects(layers, loss, loss_function),
     )
+
+
+def _refuse_few(modules: Sequence[nn.Module], schedule: Schedule) -> None:
+    """Refuse fewer captured layers than stages, naming the module that was not looked into.
+
+    Raises:
+        ConfigError: there are fewer, since the forward of a module cannot be traced.
+    """
+    if len(modules) >= schedule.stages or not isinstance(modules[0], CapturedLayer):
+        return
+    for path, why in modules[0].closed.items():
+        model = modules[0].model
+        config = getattr(getattr(model, "model", model), "config", None) or getattr(model, "config", None)
+        routers = bool(getattr(config, "output_router_logits", False))
+        advice = (
+            "set output_router_logits=False in its config, list its layers by counterflow.models.hf.layers"
+        )
+        raise ConfigError(
+            f"{plural(len(modules), 'layer')} for {plural(schedule.stages, 'stage')}: the module {path!r} "
+            f"could not be looked into, because its forward {why}; {f'{advice}, ' * routers}change that, or "
+            "choose fewer stages"
+        )
 
 
 def _names_of(layers: Sequence[Sequence[NamedLayer]], loss: NamedLayer | None) -> Names:
