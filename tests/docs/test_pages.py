@@ -172,7 +172,7 @@ def _with_options(program: str) -> cf.Execution:
 
 SCHEDULES: dict[str, Schedule] = {
     "gpipe": cf.schemes.gpipe(4, 8),
-    "dapple": cf.schemes.dapple(4, 8),
+    "1F1B (dapple)": cf.schemes.dapple(4, 8),
     "interleaved, 2 chunks": cf.schemes.interleaved(4, 8, chunks=2),
     "gems": cf.schemes.gems(4, 8),
     "chimera": cf.schemes.chimera(4, 8),
@@ -190,7 +190,7 @@ SCHEDULES: dict[str, Schedule] = {
     "interleaved-zb, 2 chunks": cf.schemes.interleaved_zb(4, 8),
     "dualpipe": cf.schemes.dualpipe(4, 8),
     "dualpipe-v": cf.schemes.dualpipe_v(4, 8),
-    "dapple, split": cf.schemes.dapple(4, 8, split=True),
+    "1F1B (dapple), split": cf.schemes.dapple(4, 8, split=True),
     "chimera, split": cf.schemes.chimera(4, 8, split=True),
     "pipedream": cf.schemes.pipedream(4, periods=12),
     "pipedream-2bw": cf.schemes.pipedream_2bw(4, 8),

@@ -25,6 +25,13 @@ def test_it_is_short() -> None:
     assert README.count("\n") <= MOST_LINES
 
 
+def test_it_says_at_its_head_what_was_run_on_gpus() -> None:
+    table = (ROOT / "docs" / "gpus.md").read_text(encoding="utf-8").partition("| anything on a GPU |")[2]
+    head = README.partition("## Install")[0]
+    assert "**Status: alpha.**" in head
+    assert ("Nothing has run on a GPU yet" in head) is ("**not run yet**" in table.partition("\n")[0])
+
+
 def test_its_program_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     (program,) = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
     scope: dict[str, Any] = {"__name__": "read"}

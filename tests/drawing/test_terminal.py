@@ -112,7 +112,7 @@ def test_recomputations() -> None:
     assert (
         shown(result, width=120)
         == """\
-dapple  D=2, N=2, recompute stage
+1F1B (dapple)  D=2, N=2, recompute stage
 makespan 13 F, bubble ratio 38.5 %, peak 2 activations
 P0 0  1  0' .  .  .  .  a  a  1' .  b  b
 P1 .  .  0  0' a  a  1  1' b  b  .  .  .
@@ -146,7 +146,7 @@ def test_two_schedules_on_one_axis_with_memory() -> None:
     assert (
         text
         == """\
-dapple  D=2, N=2
+1F1B (dapple)  D=2, N=2
 makespan 9 F, bubble ratio 33.3 %, peak 2 GiB
 P0 0 1 . . a a . b b
 P1 . 0 a a 1 b b . .

@@ -82,7 +82,7 @@ def test_names_and_counters(tmp_path: Path) -> None:
     draw(result, tmp_path / "x.trace.json", compare=gems, memory=True)
     trace_events = events(tmp_path / "x.trace.json")
     processes = {e["pid"]: e["args"]["name"] for e in trace_events if e["name"] == "process_name"}
-    assert processes[1].startswith("dapple  D=2, N=2 — makespan 9 F")
+    assert processes[1].startswith("1F1B (dapple)  D=2, N=2 — makespan 9 F")
     assert processes[2].startswith("gems  D=2, N=2 — makespan 11 F")
     labels = [e["args"]["labels"] for e in trace_events if e["name"] == "process_labels"]
     assert labels[0] == "bubbles 33.3 %: warm-up 5.56 %, dependency 16.7 %, drain 11.1 %"

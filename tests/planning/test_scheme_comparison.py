@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -86,7 +87,12 @@ def test_plain_1f1b_is_listed_as_the_baseline() -> None:
 
 def test_a_profile_prices_every_schedule_and_orders_computed_for_it() -> None:
     task = load_example("chimera-bert48")
-    inputs = {"model": task.model, "profile": task.profile, "cluster": task.cluster, "samples": 4}
+    inputs: dict[str, Any] = {
+        "model": task.model,
+        "profile": task.profile,
+        "cluster": task.cluster,
+        "samples": 4,
+    }
     names = ["1f1b", "zb-v", "pipedream-2bw", "chimera"]
     found = cf.compare(4, 8, schemes=names, moves=5, **inputs)
     assert found.profiled == "model bert-48 on Piz Daint, 32 nodes · micro-batches of 4"

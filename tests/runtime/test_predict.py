@@ -47,7 +47,7 @@ def numbers(samples: int) -> Tensor:
 COUNTS = (8, 11, 3, 1, 8)
 
 
-def _predicted(layers: list[nn.Module], schedule: Schedule, mode: str, dims: Any) -> Any:
+def _predicted(layers: list[nn.Module], schedule: Schedule, mode: Any, dims: Any) -> Any:
     pipeline = Pipeline(layers, loss, schedule, optimizer=sgd, recompute=mode, output_dims=dims)
     found = []
     for samples in COUNTS:
@@ -60,7 +60,7 @@ def _predicted(layers: list[nn.Module], schedule: Schedule, mode: str, dims: Any
 @pytest.mark.table
 @pytest.mark.parametrize("mode", ["none", "stage"])
 @pytest.mark.parametrize("schedule", SCHEMES, ids=str)
-def test_outputs_come_in_the_samples_order(schedule: Schedule, mode: str) -> None:
+def test_outputs_come_in_the_samples_order(schedule: Schedule, mode: Any) -> None:
     torch.manual_seed(0)
     inner = [nn.Linear(4, 4, dtype=F) for _ in range(schedule.stages - 1)]
     layers: list[nn.Module] = [*inner, Last(4, 4, dtype=F)]

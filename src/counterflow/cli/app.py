@@ -50,7 +50,9 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     ),
     "compare": (
         "compare --workers 4 --micro-batches 8 --peak 4",
+        "compare --workers 4 --micro-batches 8 --peak 4 --copies 1 --synchronous",
         "compare --workers 4 --micro-batches 8 --p2p 0.1 --seconds 0 --out ranked.png",
+        "compare --workers 4 --micro-batches 8 --seconds 0 --sweep p2p=0,0.1,0.2 --out sweep.png",
         "compare --workers 2 --micro-batches 4 --scheme 1f1b --scheme zb-v --moves 100 --json",
     ),
     "synthesize": (

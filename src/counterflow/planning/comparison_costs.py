@@ -36,10 +36,17 @@ class OrderProblem(NamedTuple):
 class ComparisonCosts(Protocol):
     """Costs of every schedule of a comparison."""
 
-    costs: Costs
-    """The costs, or with a profile, those by default."""
-    costs_of: CostsOf
-    micro_batches: int
+    @property
+    def costs(self) -> Costs:
+        """The costs, or with a profile, those by default."""
+
+    @property
+    def costs_of(self) -> CostsOf:
+        """Unit of the costs."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a mini-batch."""
 
     @property
     def about(self) -> str:

@@ -210,7 +210,7 @@ def test_layers_that_draw_otherwise_are_exact_for_whole_micro_batches(kind: str)
     agree(seeded(lambda: [nn.Linear(8, 8), make(), make(), make()]), WHOLE, of=kind)
 
 
-def _derivative(schedule: Schedule, layers: list[nn.Module], recompute: str) -> tuple[float, float]:
+def _derivative(schedule: Schedule, layers: list[nn.Module], recompute: Any) -> tuple[float, float]:
     """Along some direction, by the gradient and by the loss."""
     pipeline = Pipeline(
         layers,
@@ -301,7 +301,7 @@ def test_what_the_stage_before_needs_is_not_changed(schedule: Schedule) -> None:
         assert found.ok, (recompute, found)
 
 
-def _norms(schedule: Schedule, layers: list[nn.Module], recompute: str) -> list[float]:
+def _norms(schedule: Schedule, layers: list[nn.Module], recompute: Any) -> list[float]:
     pipeline = Pipeline(deepcopy(layers), mean_square, schedule, optimizer=sgd, recompute=recompute)
     return [pipeline.step(x.clone(), y).grad_norm for ((x, y),) in numbers()]
 
@@ -357,7 +357,7 @@ def test_buffers_are_changed_once_and_found_as_they_were(in_place: bool) -> None
     ],
     ids=str,
 )
-def test_copies_that_change_buffers_are_refused(schedule: Schedule, workers: int, recompute: str) -> None:
+def test_copies_that_change_buffers_are_refused(schedule: Schedule, workers: int, recompute: Any) -> None:
     layers = seeded(lambda: [Average(in_place=True), *(nn.Linear(8, 8) for _ in range(3))])
     message = (
         r"layer 0 \(Average\) changes its buffer 'seen' in training, and each of the 2 copies of stage 0"
@@ -389,21 +389,21 @@ def test_a_loss_may_draw() -> None:
         assert told[1:] == [pytest.approx(told[0], rel=1e-10)] * 2, schedule
 
 
-def _told(schedule: Schedule, layers: list[nn.Module], loss: Any, recompute: str) -> list[float]:
+def _told(schedule: Schedule, layers: list[nn.Module], loss: Any, recompute: Any) -> list[float]:
     pipeline = Pipeline(deepcopy(layers), loss, schedule, optimizer=sgd, recompute=recompute)
     steps = [pipeline.step(x, y) for ((x, y),) in numbers()]
     return [value for step in steps for value in (step.loss, step.grad_norm)]
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_what_torch_refuses_is_refused_where_bytes_are_counted(recompute: str) -> None:
+def test_what_torch_refuses_is_refused_where_bytes_are_counted(recompute: Any) -> None:
     layers = seeded(lambda: [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.ReLU(inplace=True))])
     kind = ConfigError if recompute == "layer" else WorkerError
     with pytest.raises(kind, match=r"in ?place"):
         launch(_trained, layers, recompute, workers=1, transport="local")
 
 
-def _evaluated(layers: list[nn.Module], recompute: str, *, inference: bool) -> list[float]:
+def _evaluated(layers: list[nn.Module], recompute: Any, *, inference: bool) -> list[float]:
     pipeline = Pipeline(
         deepcopy(layers), mean_square, schemes.chimera(2, 4), optimizer=sgd, recompute=recompute
     )
@@ -417,7 +417,7 @@ def _evaluated(layers: list[nn.Module], recompute: str, *, inference: bool) -> l
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_evaluation_and_inputs_of_inference_mode(recompute: str) -> None:
+def test_evaluation_and_inputs_of_inference_mode(recompute: Any) -> None:
     layers = seeded(lambda: [nn.Linear(8, 8) for _ in range(4)])
     plain, found = (
         launch(partial(_evaluated, inference=mode), layers, recompute, workers=2, transport="local")[0]
@@ -469,7 +469,7 @@ class Late(nn.Linear):
         return y
 
 
-def _trained(layers: list[nn.Module], recompute: str) -> None:
+def _trained(layers: list[nn.Module], recompute: Any) -> None:
     pipeline = Pipeline(layers, mean_square, schemes.gpipe(1, 4), optimizer=sgd, recompute=recompute)
     for ((x, y),) in numbers():
         pipeline.step(x, y)
@@ -487,7 +487,7 @@ def _trained(layers: list[nn.Module], recompute: str) -> None:
         (Late, "layer", r"layer 0 \(Late\) gives other values when it is computed again"),
     ],
 )
-def test_what_cannot_be_computed_again_is_said(layer: type[nn.Linear], recompute: str, message: str) -> None:
+def test_what_cannot_be_computed_again_is_said(layer: type[nn.Linear], recompute: Any, message: str) -> None:
     layers = seeded(lambda: [layer(8, 8)])
     with pytest.raises(ConfigError, match=message):
         launch(_trained, layers, recompute, workers=1, transport="local")
@@ -532,7 +532,7 @@ def test_a_layer_is_computed_again_with_the_strides_of_its_inputs(gaps: Callable
     layers = [Gives(gaps), TakesGaps(), nn.Linear(8, 8), nn.Linear(8, 8)]
     x = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(1))
 
-    def work(recompute: str) -> list[float]:
+    def work(recompute: Any) -> list[float]:
         made = deepcopy(layers)
         pipeline = Pipeline(made, mean_square, schemes.dapple(2, 2), optimizer=sgd, recompute=recompute)
         return [pipeline.step(x, x.flip(1)).loss for _ in range(2)]

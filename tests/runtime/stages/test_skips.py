@@ -138,7 +138,7 @@ def data(name: str) -> tuple[Tensor, Tensor]:
 
 
 def train(
-    layers: list[nn.Module], name: str, schedule: Schedule, mode: str, **options: Any
+    layers: list[nn.Module], name: str, schedule: Schedule, mode: Any, **options: Any
 ) -> tuple[list[float], dict[str, Tensor], Tensor]:
     pipeline = Pipeline(
         layers,
@@ -179,7 +179,7 @@ def agree(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize("schedule", SCHEMES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("mode", MODES)
-def test_skips_are_as_in_one_process(name: str, schedule: Schedule, mode: str) -> None:
+def test_skips_are_as_in_one_process(name: str, schedule: Schedule, mode: Any) -> None:
     for found in run(train, MODELS[name](), name, schedule, mode, workers=schedule.workers):
         agree(found, plain(name))
 
@@ -189,13 +189,13 @@ def test_skips_are_as_in_one_process(name: str, schedule: Schedule, mode: str) -
     "schedule", [schemes.pipedream(4), schemes.pipedream_2bw(4, 4), schemes.wpipe(4, 4)], ids=str
 )
 @pytest.mark.parametrize("mode", MODES)
-def test_skips_without_a_flush(schedule: Schedule, mode: str) -> None:
+def test_skips_without_a_flush(schedule: Schedule, mode: Any) -> None:
     found = verified(schedule, "unet", mode)
     assert found.ok, found
 
 
 def verified(
-    schedule: Schedule, name: str, mode: str, *, layers: Any = None, **options: Any
+    schedule: Schedule, name: str, mode: Any, *, layers: Any = None, **options: Any
 ) -> TrainingAgreement:
     inputs, targets = data(name)
     batches = [[(inputs.roll(step, 0), targets.roll(step, 0))] for step in range(5)]
@@ -353,7 +353,7 @@ def wrong() -> dict[str, tuple[list[nn.Module], str]]:
 ON_READING = ["never saved", "never loaded", "saved twice"]
 
 
-def one_step(layers: list[nn.Module], schedule: Schedule, mode: str) -> float:
+def one_step(layers: list[nn.Module], schedule: Schedule, mode: Any) -> float:
     pipeline = Pipeline(
         layers, nn.MSELoss(), schedule, optimizer=sgd, costs=[1] * len(layers), recompute=mode
     )
@@ -364,7 +364,7 @@ def one_step(layers: list[nn.Module], schedule: Schedule, mode: str) -> float:
 @pytest.mark.filterwarnings("ignore:None of the inputs")
 @pytest.mark.parametrize("kind", wrong())
 @pytest.mark.parametrize("mode", MODES)
-def test_skips_that_cannot_be_right_are_refused(kind: str, mode: str) -> None:
+def test_skips_that_cannot_be_right_are_refused(kind: str, mode: Any) -> None:
     layers, words = wrong()[kind]
     with pytest.raises(ConfigError, match=words):
         run(one_step, layers, schemes.dapple(2, 2), mode, workers=2)

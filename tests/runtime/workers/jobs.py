@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import counterflow as cf
+from counterflow.runtime.workers.world import current_transport
 
 
 class Trouble(nn.Linear):
@@ -92,7 +93,7 @@ def mesh(folder: str) -> None:
 
 def rank_squared(factor: int) -> int:
     """A result of each worker."""
-    return factor * cf.runtime.workers.world.current_transport().rank ** 2
+    return factor * current_transport().rank * current_transport().rank
 
 
 if __name__ == "__main__":

@@ -79,9 +79,8 @@ def router_loss(model: PreTrainedModel) -> RouterLoss | None:
     function = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
     recorder: Any = (getattr(model, "_can_record_outputs", None) or {}).get(LOGITS)
     router = getattr(recorder, "target_class", None)
-    values = [
-        getattr(model, name, None) for name in ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
-    ]
+    names = "num_experts", "num_experts_per_tok", "router_aux_loss_coef"
+    values: list[Any] = [getattr(model, name, None) for name in names]
     if function is None or not isinstance(router, type) or None in values:
         return None
     experts, choices, factor = values
