@@ -360,7 +360,7 @@ def test_what_a_stage_cannot_hand_on(output: Callable[[Tensor], object], message
 def test_a_loss_that_is_not_finite_stops() -> None:
     inputs, targets = numbers(4)
     targets[3] = math.nan
-    with pytest.raises(WorkerError, match=r"after 0 steps the loss is nan \(micro-batch 1 on worker 1\)"):
+    with pytest.raises(WorkerError, match=r"in step 0 the loss is nan \(micro-batch 1 on worker 1\)"):
         run(_one_step, schemes.gpipe(2, 2), linears(2), mean_square, (inputs, targets), workers=2)
 
 

@@ -163,6 +163,14 @@ class Commands(TyperGroup):
         super().__init__(**extra)
         self.commands = _LazyCommands()  # type: ignore[assignment]
 
+    def get_params(self, ctx: Any) -> list[Any]:
+        """The options, of which flags show no value."""
+        options = super().get_params(ctx)
+        for option in options:
+            if getattr(option, "is_bool_flag", False):
+                option.metavar = ""
+        return options
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Accept ``--debug`` anywhere on the command line."""
         rest = [arg for arg in args if arg != "--debug"]

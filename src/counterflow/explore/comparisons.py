@@ -16,6 +16,9 @@ from counterflow.simulation.model_share import CostsOf
 
 from .requests import CompareRequest
 
+_LONGEST = 2.0
+"""Length of the longest bar, in those of the fastest schedule; bars of slower ones end there."""
+
 
 def compare(request: CompareRequest, report: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Compare all schemes: the best row of each, the quickest first.
@@ -39,7 +42,8 @@ def compare(request: CompareRequest, report: Callable[[dict[str, Any]], None]) -
             {"said": f"{number} of {total}: {what}", "share": (number - 1) / total}
         ),
     )
-    longest = max((row.step for row in comparison.listed), default=1.0)
+    steps = [row.step for row in comparison.listed] or [1.0]
+    longest = min(max(steps), _LONGEST * min(steps))
     return {
         "heading": f"{plural(comparison.workers, 'worker')}, "
         f"{plural(comparison.micro_batches, 'micro-batch')}",
@@ -57,7 +61,7 @@ def _row(comparison: Comparison, row: Compared, longest: float) -> dict[str, Any
         "remark": _remark(row),
         "synchronous": row.synchronous,
         "step": unit.text(row.step),
-        "length": row.step / longest,
+        "length": min(1.0, row.step / longest),
         "bubble": row.bubble_ratio,
         "over": "" if over < 5e-4 else percent(over),
         "bubbles": percent(row.bubble_ratio),

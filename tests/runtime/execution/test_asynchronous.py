@@ -217,7 +217,7 @@ def test_a_loss_that_is_not_finite_ends_the_training() -> None:
             pipeline.step(inputs, targets * (math.inf if number == 2 else 1))
         pipeline.flush()
 
-    with pytest.raises(WorkerError, match="after 2 steps the loss is inf"):
+    with pytest.raises(WorkerError, match="in step 2 the loss is inf"):
         run(work, workers=1)
 
 
@@ -231,7 +231,7 @@ def test_steps_before_one_that_is_not_finite_are_told() -> None:
             step = pipeline.step(inputs, targets * (math.inf if number == 13 else 1))
             told.append(step.reports_step)
 
-    with pytest.raises(WorkerError, match="after 13 steps the loss is inf"):
+    with pytest.raises(WorkerError, match="in step 13 the loss is inf"):
         run(work, workers=1)
     assert [about for about in told if about is not None] == list(range(13))
 

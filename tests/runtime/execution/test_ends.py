@@ -185,7 +185,7 @@ CASES: dict[str, Case] = {
         TWO,
         {},
         WorkerError,
-        "after 0 steps the loss is nan",
+        "in step 0 the loss is nan",
     ),
     "a gradient that is not finite": (layer(odd), TWO, {}, WorkerError, "nothing was updated with it"),
     "an error of a layer": (layer(fails), HALVES, {}, WorkerError, "ValueError: no 4"),

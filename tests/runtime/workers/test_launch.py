@@ -458,6 +458,9 @@ def test_a_wrong_request(options: dict[str, Any], message: str) -> None:
 def test_a_function_that_others_cannot_find() -> None:
     with pytest.raises(ConfigError, match='top level of a module, or transport="local"'):
         launch(lambda: None, workers=2)
+    advice = r"give other arguments .*, or transport=\"local"
+    with Path(os.devnull).open() as file, pytest.raises(ConfigError, match=advice):
+        launch(print, file, workers=2)
 
 
 def on_a_gpu() -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
+from counterflow.common.plurals import plural
 from counterflow.planning.by_length import slices_win_from
 from counterflow.planning.prediction import choices
 from counterflow.planning.search.degrees_tried import words
@@ -62,7 +63,8 @@ def print_plans(
     if cluster.reserve_bytes:
         about += f", {byte_size(cluster.reserve_bytes)} more reserved"
     out.print(Text(about, style="dim"))
-    plans = result.best if top else result.of_schemes
+    every = result.best if top else result.of_schemes
+    plans = _distinct(every)
     predictions = [plan.play.prediction() for plan in plans]
     spread = cluster.most_devices > 1
     out.print(_ranking(plans, width=out.width, with_arrangement=spread))
@@ -70,6 +72,11 @@ def print_plans(
         columns = "Columns sync and devices are" if spread else "Column sync is"
         remark = f"{columns} hidden (needs a terminal of {room} columns, or --json)"
         out.print(Text(remark, style="dim"))
+    if len(plans) < len(every):
+        same = (
+            f"{plural(len(every) - len(plans), 'more scheme')} on one worker each: the same data parallelism"
+        )
+        out.print(Text(same, style="dim"))
     best = result.best[0].play.prediction()
     for line in _of_best(result.best[0]):
         out.print(Text(line))
@@ -87,6 +94,17 @@ def print_plans(
     for scheme in often:
         remark = f"{scheme} updates after every micro-batch: several times in a mini-batch."
         out.print(Text(remark, style="dim"))
+
+
+def _distinct(plans: Sequence[Plan]) -> list[Plan]:
+    """The plans, of which those on one worker a replica are listed once, whatever the scheme."""
+    distinct: dict[object, Plan] = {}
+    for place, plan in enumerate(plans):
+        chosen = plan.play.configuration
+        alone = plan.play.schedule.workers == 1 < chosen.replicas and plan.play.schedule.synchronous
+        key = (chosen.replicas, chosen.samples, chosen.recompute, chosen.zero_stage, str(chosen.degrees))
+        distinct.setdefault(key if alone else place, plan)
+    return list(distinct.values())
 
 
 def _memory_of(cluster: Cluster) -> str:

@@ -54,7 +54,7 @@ export function subjectForm(state, index, { schemes, costs }, { changed, rebuild
 }
 
 // Another scheme takes over what both have; how many workers there are the server translates.
-function choose(subject, record, before) {
+export function choose(subject, record, before) {
   const kept = {};
   for (const option of record.options) if (option.name in subject.options) kept[option.name] = subject.options[option.name];
   if (before && !(record.depth in kept) && before.depth in subject.options) kept[record.depth] = subject.options[before.depth];

@@ -38,7 +38,9 @@ export function lines(title, curves, none) {
     drawing.append(el("text", { x: x(step), y: HEIGHT - 8, "text-anchor": x(step) > WIDTH - 3 * RIGHT ? "end" : "middle" }, String(step)));
   for (const c of known)
     drawing.append(el("path", { class: `line hue${c.i % 8}`, "stroke-dasharray": DASHES[c.i % 8], fill: "none",
-      d: c.steps.map((step, k) => `${k ? "L" : "M"}${x(step).toFixed(1)} ${y(c.values[k]).toFixed(1)}`).join("") + (c.steps.length === 1 ? "h1" : "") }));
+      d: c.steps.map((step, k) => `${k ? "L" : "M"}${x(step).toFixed(1)} ${y(c.values[k]).toFixed(1)}`).join("")}));
+  for (const c of known.filter(c => c.steps.length === 1))
+    drawing.append(el("circle", { class: `line hue${c.i % 8}`, cx: Math.min(x(c.steps[0]), WIDTH - RIGHT - 4), cy: y(c.values[0]), r: 3.5 }));
   box.append(drawing);
   box.append(el("ul", { class: "keys" }, ...known.map(c => el("li", {},
     el("svg", { class: "stroke", viewBox: "0 0 30 10", "aria-hidden": "true" },

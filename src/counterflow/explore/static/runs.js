@@ -11,6 +11,7 @@ export async function show(place) {
   const errors = new Errors(), list = el("div"), picture = el("div"), curves = el("div", { class: "sides" });
   const told = el("div"), known = new Map(), status = el("p", { class: "soft", role: "status" });
   let chosen = new URLSearchParams(location.search).getAll("run"), timeline = null, version = "", shown = "", seen = "", all = [];
+  let automatic = !chosen.length;  // nobody has chosen: the run that goes on is shown, as soon as there is one
   const narrow = matchMedia("(max-width: 860px)"), results = el("div");
   const arrange = () => results.append(status, ...(narrow.matches ? [picture, curves] : [curves, picture]), told);
   narrow.addEventListener("change", arrange);
@@ -29,16 +30,18 @@ export async function show(place) {
   async function listOnly() {
     const { runs, places } = await ask("/api/runs"), had = chosen;
     chosen = chosen.filter(name => runs.some(run => run.name === name));
-    // The newest that has something to show, or is about to.
-    const first = runs.find(run => run.steps || run.state === "running") ?? runs[0];
-    if (!chosen.length && first) chosen = [first.name];
+    if (!chosen.length && runs.length) { automatic = true; chosen = [newest(runs)]; }
     if (chosen.length !== had.length) version = "";
     all = places;
     listed(runs);
     if (chosen.length) await look();
   }
 
+  // The one that is running, or the newest that has something to show.
+  const newest = runs => (runs.find(run => run.state === "running") ?? runs.find(run => run.steps) ?? runs[0]).name;
+
   function listed(runs) {
+    if (automatic && runs.length && newest(runs) !== chosen[0]) { chosen = [newest(runs)]; version = ""; }
     const key = JSON.stringify([runs, chosen]);
     if (key === shown) return;
     shown = key;
@@ -47,6 +50,7 @@ export async function show(place) {
       runs.length ? null : el("p", {}, `There is no run in ${all.join(", ")}. Begin one: counterflow train`),
       ...runs.map((run, i) => {
         const box = tick(`${run.name}, ${run.state}, step ${run.steps}${run.loss ? `, loss ${run.loss}` : ""}`, chosen.includes(run.name), on => {
+          automatic = false;
           chosen = on ? [...chosen, run.name].slice(-8) : chosen.filter(name => name !== run.name);
           history.replaceState(null, "", `/runs?${new URLSearchParams(chosen.map(name => ["run", name]))}`);
           version = "";

@@ -2,7 +2,7 @@
 import { Timeline } from "./timeline.js";
 import { Errors, ask, download, el, facts, percent, shares, shownAgain, split, table, tick } from "./page.js";
 import { fromAddress, scheduleOf, subjectOf, toAddress } from "./choices.js";
-import { limitForm, subjectForm } from "./forms.js";
+import { choose, limitForm, subjectForm } from "./forms.js";
 import { orderForm } from "./orders.js";
 
 const NOTED_EVERY = 200; // milliseconds
@@ -20,12 +20,20 @@ export async function show(place) {
   const request = () => ({ subjects: state.subjects.map(subjectOf), peak: state.peak || null,
     memory: state.memory || null, messages: state.messages });
 
+  // Plain 1F1B, everybody's baseline; beside it zb-v.
+  function another(first) {
+    const second = { ...structuredClone(first), moves: [] }, { schemes } = records;
+    const record = schemes.find(one => one.name === (first.scheme === "dapple" ? "zb-v" : "dapple"));
+    if (record) choose(second, record, schemes.find(one => one.name === first.scheme));
+    return second;
+  }
+
   function build() {
     const kept = memoryOf(side);
     side.replaceChildren(
       ...state.subjects.flatMap((_, index) => subjectForm(state, index, records, { changed, rebuild: changedAll, errors })),
       el("div", { class: "bar" }, state.subjects.length === 1
-        ? el("button", { type: "button", onclick: () => { state.subjects.push({ ...structuredClone(state.subjects[0]), moves: [] }); changedAll(); } }, "Compare with another")
+        ? el("button", { type: "button", onclick: () => { state.subjects.push(another(state.subjects[0])); changedAll(); } }, "Compare with another")
         : el("button", { type: "button", onclick: () => { state.subjects.pop(); changedAll(); } }, "Without the second")),
       limitForm(state, changed),
       el("fieldset", {}, el("legend", {}, "Picture"), tick("draw messages", state.messages, value => { state.messages = value; changed(); })),

@@ -107,8 +107,7 @@ class Workers:
             replica, worker = replica_and_worker(self.ranks, rank)
             group = f" of replica {replica}" if self.replicas > 1 else ""
             where = f"micro-batch {parts[rank].non_finite} on worker {worker}{group}"
-            step_count = "1 step" if updates == 1 else f"{updates} steps"
-            raise WorkerError(f"after {step_count} the loss is {loss:g} ({where})")
+            raise WorkerError(f"in step {updates} the loss is {loss:g} ({where})")
         return loss
 
     def norm(

@@ -252,8 +252,16 @@ def pickled(value: object, function: Callable[..., object] | None) -> bytes:
             raise WorkerError(f"the result cannot be pickled: {error}") from error
         raise ConfigError(
             f"the function and its arguments have to be pickled for other processes: {error}; "
-            'use a function at the top level of a module, or transport="local"'
+            f'{_advice(function)}, or transport="local"'
         ) from error
+
+
+def _advice(function: Callable[..., object]) -> str:
+    try:
+        pickle.dumps(function)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return "use a function at the top level of a module"
+    return "give other arguments (open files, locks and generators cannot be sent)"
 
 
 class _Ended(BaseException):
