@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import threading
@@ -445,3 +446,16 @@ def test_the_address_holds_the_state(page: Page, server: str) -> None:
     expect(page).to_have_url(re.compile("forward=1%2C3"))
     opened(page, page.url)
     expect(page.locator("dd").first).to_have_text("13 s")
+
+
+def test_a_run_that_starts_is_shown(page: Page, server: str, runs: Path) -> None:
+    """Where nobody has chosen one, the page turns to the run that begins, also before its first step."""
+    opened(page, f"{server}/runs")
+    expect(page.get_by_role("checkbox", checked=True)).to_have_count(1)
+    lock = f"process {os.getpid()} on {platform.node()}\n"
+    begun = run_at(runs / "begun", steps=0, config__toml="", __lock=lock)
+    try:
+        expect(page.get_by_role("checkbox", name="begun, running, step 0")).to_be_checked()
+        expect(page.get_by_role("checkbox", checked=True)).to_have_count(1)
+    finally:
+        shutil.rmtree(begun)
