@@ -36,7 +36,9 @@ def test_its_program_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     (program,) = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
     scope: dict[str, Any] = {"__name__": "read"}
     exec(program, scope)
-    lines = re.findall(r'cf\.launch\(work, (".+?"), workers=(\d).*  # ([\d.]+)$', program, re.MULTILINE)
+    (alone,) = re.findall(r'alone = (".+?")', program)
+    program = program.replace("work, alone", f"work, {alone}")
+    lines = re.findall(r'cf\.launch\(work, (".+?"), workers=(\d).*  # ([\d.]+)', program)
     assert [workers for _, workers, _ in lines] == ["4", "1"]
     for schedule, workers, printed in lines:
         call = scope["work"], ast.literal_eval(schedule)

@@ -15,7 +15,7 @@ def test_the_import_of_a_trainer_says_what_to_install(monkeypatch: pytest.Monkey
     for module in [*sys.modules]:
         if module.startswith((f"{trainers.__name__}.", "transformers")):
             monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, "transformers", None)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "transformers", None)
     message = r'transformers is not installed; pip install "counterflow\[transformers\]"'
     with pytest.raises(ModuleNotFoundError, match=message):
         getattr(importlib.import_module(trainers.__name__), name)

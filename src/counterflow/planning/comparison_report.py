@@ -35,8 +35,8 @@ class ComparedShown(Part):
 class LeftOut(Part):
     """A scheme without a schedule of this size."""
 
-    scheme: Annotated[str, describe("scheme", "0")]
-    reason: Annotated[str, describe("why", "1")]
+    scheme: Annotated[str, describe("scheme")]
+    reason: Annotated[str, describe("why")]
 
 
 class ComparisonShown(Result):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from counterflow.common.html import table, titled
 from counterflow.common.plurals import plural
@@ -21,7 +21,7 @@ from counterflow.schedule.modes import parse_mode
 from counterflow.schedule.placement import Placement, linear, wave
 from counterflow.schedule.scheme import MICRO_BATCHES, MOST_OPS, PERIODS, SPLIT, Scheme
 from counterflow.simulation import Costs
-from counterflow.simulation.model_share import CostsOf
+from counterflow.simulation.model_share import CostsOf, of_stages
 from counterflow.synthesis import synthesize
 
 from .compared import COMPUTED, Compared, computed_name
@@ -50,6 +50,13 @@ Report = Callable[[int, int, str], None]
 """Called with the number of rows done, their total, and what follows."""
 
 
+class Omission(NamedTuple):
+    """A scheme without a schedule of this size, and why."""
+
+    scheme: str
+    reason: str
+
+
 @dataclass(frozen=True, repr=False)
 class Comparison:
     """Results of a comparison, fastest first.
@@ -71,7 +78,7 @@ class Comparison:
     costs_of: CostsOf
     rows: tuple[Compared, ...]
     too_large: tuple[Compared, ...] = ()
-    left_out: tuple[tuple[str, str], ...] = ()
+    left_out: tuple[Omission, ...] = ()
     profiled: str = ""
 
     def __repr__(self) -> str:
@@ -226,7 +233,7 @@ def compare(
         tuple(
             sorted((row for row in rows if not limits.fits(row)), key=lambda row: (row.activations, row.step))
         ),
-        tuple(left_out.items()),
+        tuple(Omission(*item) for item in left_out.items()),
         priced.about,
     )
 
@@ -247,7 +254,9 @@ def _costs(
         raise ConfigError("costs_of='stage': stages of different schemes differ in size; use worker or model")
     model, profile, cluster = inputs
     if model is None and profile is None and cluster is None:
-        return NumericCosts(Costs() if costs is None else costs, costs_of, micro_batches)
+        costs = Costs() if costs is None else costs
+        of_stages(costs, linear(1), costs_of)  # refuses costs of stages
+        return NumericCosts(costs, costs_of, micro_batches)
     if model is None or profile is None or cluster is None:
         raise ConfigError("measured costs need a model, a profile and a cluster; give all three")
     if costs is not None:

@@ -133,7 +133,7 @@ class ProfileOptions(ProfileFiles):
         Raises:
             ConfigError: only some of the files are given, costs are given as well, or a file is damaged.
         """
-        if not self.given:
+        if not self.has_values:
             return None
         if workload.slices > 1:
             raise ConfigError(

@@ -45,7 +45,7 @@ class ProfileFiles(OptionRecord):
     micro_batch_size: int | None = cli_field(None, "Samples of a micro-batch.", metavar="SAMPLES")
 
     @property
-    def given(self) -> bool:
+    def has_values(self) -> bool:
         """True if any file or size is given."""
         return any(value is not None for value in asdict(self).values())
 

@@ -63,8 +63,8 @@ def print_plans(
     if cluster.reserve_bytes:
         about += f", {byte_size(cluster.reserve_bytes)} more reserved"
     out.print(Text(about, style="dim"))
-    every = result.best if top else result.of_schemes
-    plans = _distinct(every)
+    ranked = result.best if top else result.of_schemes
+    plans = _distinct(ranked)
     predictions = [plan.play.prediction() for plan in plans]
     spread = cluster.most_devices > 1
     out.print(_ranking(plans, width=out.width, with_arrangement=spread))
@@ -72,9 +72,9 @@ def print_plans(
         columns = "Columns sync and devices are" if spread else "Column sync is"
         remark = f"{columns} hidden (needs a terminal of {room} columns, or --json)"
         out.print(Text(remark, style="dim"))
-    if len(plans) < len(every):
+    if len(plans) < len(ranked):
         same = (
-            f"{plural(len(every) - len(plans), 'more scheme')} on one worker each: the same data parallelism"
+            f"{plural(len(ranked) - len(plans), 'more scheme')} on one worker each: the same data parallelism"
         )
         out.print(Text(same, style="dim"))
     best = result.best[0].play.prediction()

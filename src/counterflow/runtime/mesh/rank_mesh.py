@@ -99,10 +99,11 @@ def rank_mesh(rank: int, world_size: int, schedule: Schedule, mesh: Mesh | None)
     workers = schedule.workers
     if mesh is None:
         if world_size % workers:
+            started = (
+                f"{world_size} workers were started, and" if world_size > 1 else "1 worker was started, and"
+            )
             raise ConfigError(
-                f"{plural(world_size, 'worker')} {'was' if world_size == 1 else 'were'} started, and "
-                f"{schedule} needs {workers} a replica; "
-                f"start {workers}, or a multiple of it"
+                f"{started} {schedule} needs {workers} a replica; start {workers}, or a multiple of it"
             )
         return RankMesh((world_size // workers, workers), tuple(range(world_size)))
     shape, ranks = _shape_and_ranks(mesh)
