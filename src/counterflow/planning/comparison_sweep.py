@@ -65,12 +65,12 @@ def parse_sweep(text: str) -> Sweep:
     name = name.strip().replace("-", "_")
     if name not in SWEPT:
         raise ConfigError(
-            f"sweep={text}: give one of {', '.join(SWEPT)} with its values, as in p2p=0,0.1,0.2"
+            f"sweep={text}: give one of {', '.join(SWEPT)} and = with its values, separated by commas"
         )
     try:
         numbers = sorted({float(value) for value in values.split(",")})
     except ValueError:
-        raise ConfigError(f"sweep={text}: the values must be numbers, as in p2p=0,0.1,0.2") from None
+        raise ConfigError(f"sweep={text}: the values must be numbers, separated by commas") from None
     if name != "p2p" and any(value != int(value) for value in numbers):
         raise ConfigError(f"sweep={text}: {SWEPT[name]} must be whole numbers")
     if len(numbers) > _MOST_VALUES:

@@ -17,7 +17,7 @@ _SPELLED = {cost.field: name for name, cost in COSTS.items()} | {
 }
 """Flags by the names that the library uses."""
 _PLAN = ("mini_batch", "arrangement", "cuts", "option", "tensor_parallel", "contexts", "experts", "shards")
-_ORDER = ("peak", "objective")
+_ORDER = ("peak", "objective", "sweep")
 _LAYOUT = ("layers", "mtp", "pp", "vpp")
 _COMMAND_NAMES = (*_SPELLED, *_PLAN, *_ORDER, *_LAYOUT)
 

@@ -345,7 +345,7 @@ def _missing_workers_reported(info: RankInfo, timeout_seconds: float) -> Iterato
         yield
     except RuntimeError as error:
         raise WorkerError(
-            f"not all {plural(info.world_size, 'worker')} joined at {info.address}, port {info.port}, within "
+            f"not all {info.world_size} workers joined at {info.address}, port {info.port}, within "
             f"{timeout_seconds:g} s: {str(error).splitlines()[0]}"
             + (
                 f"; if the machines share several networks, name one in {network_interfaces.CHOICE}"
