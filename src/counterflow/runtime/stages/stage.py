@@ -70,10 +70,8 @@ class LocalStage:
     """
 
     run_layers: Run
-    """Function of a stage's input to its output; if it accepts or returns skips, these are ``Carried``.
-
-    ``_compose`` sets it for the steps; evaluations, checks and measurements replace it for a time.
-    """
+    """Function of a stage's input to its output; if it accepts or returns skips, these are ``Carried``."""
+    # Set by ``_compose`` for the steps, and replaced for a time by evaluations, checks and measurements.
     run_loss: Run
     """Function of (loss function, output of the last stage, target) to the loss; it draws as a layer does."""
 
@@ -146,11 +144,8 @@ class LocalStage:
         return list(zip(self.layers, runs, numbers, strict=True))
 
     def _compose(self) -> None:
-        """Compose the runs of steps and evaluations, the outermost wrapper first.
-
-        A new wrapper has its place here, and in ``layer_runs``, ``uncompiled`` and ``loss_of_step`` if checks
-        and the witness have to run layers within it.
-        """
+        # A new wrapper has its place here, outermost first, and in ``layer_runs``, ``uncompiled`` and
+        # ``loss_of_step`` if checks and the witness have to run layers within it.
         precision = None if self.precision.plain else self.precision
         compiles = self._compiled is not None
         hooks = self.split_planner.hooks if self._splits and not compiles else None
@@ -170,9 +165,8 @@ class LocalStage:
         )
         self.run_layers = composed(self.layers, self._training_wrappers, self._compiled)
         self._evaluation_loss = layer_run(_LOSS, _of_three, _present(self.context_guard, self.means))
-        self.run_loss = layer_run(
-            _LOSS, _of_three, _present(self.context_guard, self.means, hooks, self.streams)
-        )
+        loss_wrappers = _present(self.context_guard, self.means, hooks, self.streams)
+        self.run_loss = layer_run(_LOSS, _of_three, loss_wrappers)
 
     @contextmanager
     def isolated(
@@ -246,9 +240,7 @@ class LocalStage:
     @property
     def deferred(self) -> list[Deferred]:
         """Batch norms whose running statistics are updated when a mini-batch ends."""
-        return [
-            module for module, name in self.buffers.norms if name == SUMS and isinstance(module, Deferred)
-        ]
+        return [norm for norm, name in self.buffers.norms if name == SUMS and isinstance(norm, Deferred)]
 
     def parameters(self) -> list[nn.Parameter]:
         """All parameters, each once."""
