@@ -224,8 +224,7 @@ def check_processes(workers: int, kind: TransportKind) -> None:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if count < workers:
             raise ConfigError(
-                f"{plural(workers, 'worker')}, and {plural(count, 'GPU')} here: {kind} needs one a "
-                "worker; choose gloo"
+                f"{workers} workers, and {plural(count, 'GPU')} here: {kind} needs one a worker; choose gloo"
             )
 
 
