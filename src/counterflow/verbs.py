@@ -24,7 +24,7 @@ from .planning.search.search_result import SearchResult
 from .planning.task import PlanningTask
 from .schedule import registry
 from .schedule.ir import Schedule
-from .schedule.sizes import Sizes
+from .schedule.scheme_keywords import Sizes
 
 if TYPE_CHECKING:
     from torch import nn

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Unpack
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.registry import schedule_of
-from counterflow.schedule.sizes import Sizes
+from counterflow.schedule.scheme_keywords import Sizes
 from counterflow.simulation import Simulation, simulate
 
 from .chart import Arrow, Box, BoxKind, BoxLane, Bubble, Chart, Memory

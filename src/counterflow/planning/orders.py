@@ -303,7 +303,6 @@ class _OrderSearch:
         return f"no order of it takes less than {least}, but the best plan takes {best}"
 
     def _order(self, job: _Job, seconds: float) -> bool:
-        """Compute an order, alternating with its cuts; return whether the search was interrupted."""
         until = time.monotonic() + seconds
         free = self._constraints.cuts is Cutting.BALANCED
         result = self._synthesize(job, self._begun(job), seconds * (_FIRST if free else 1.0), None)

@@ -220,7 +220,6 @@ class Predictor:
         *,
         synchronous: bool,
     ) -> tuple[int, ...]:
-        """Cuts by seconds alone; recomputed work counts, whatever its granularity."""
         recompute = Recompute.STAGE if recomputes else Recompute.NONE
         judged = placement, passes, samples, recompute, math.inf
         balance = Balance(self.model, self.profile, *judged, self._sums, slowness, synchronous)

@@ -266,8 +266,6 @@ def _costs(
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """Limits of a worker; None: no limit."""
-
     peak: float | None
     copies: float | None
     memory_bytes: float | None

@@ -9,7 +9,7 @@ from counterflow.common.html import table, titled
 from counterflow.schedule import registry
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Sync
-from counterflow.schedule.sizes import Sizes
+from counterflow.schedule.scheme_keywords import Sizes
 
 from .actions import Matching, Program
 from .lowering import NOTHING_SHARED, WITH_A_BARRIER, Ends, OpTimes, Shared, lower

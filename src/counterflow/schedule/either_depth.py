@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, Protocol, Unpack, overload
 
 from .ir import Schedule
 from .scheme import DEPTH, SLICES, Scheme
-from .sizes import Sizes
+from .scheme_keywords import Sizes
 
 _P = ParamSpec("_P")
 

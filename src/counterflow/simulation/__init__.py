@@ -14,7 +14,7 @@ from counterflow.schedule import registry
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.recompute_ops import as_recomputed, recomputed_ahead
-from counterflow.schedule.sizes import Sizes
+from counterflow.schedule.scheme_keywords import Sizes
 
 from .costs import ByteCosts, Costs, Link
 from .memory import MemoryUse, peaks_of

@@ -140,7 +140,6 @@ def compare(
 
 
 def _costs(costs: ModelCostOptions, profiled: ProfileFiles) -> dict[str, Any]:
-    """Costs in flags, or those of a profile, as arguments of the comparison."""
     if not profiled.has_values:
         return {"costs": costs.costs(), "costs_of": costs.costs_of}
     refuse_costs(costs.set_values())

@@ -64,7 +64,6 @@ def _trained(copy: LocalStage) -> int:
 
 
 def _updates(pipeline: Pipeline) -> list[int]:
-    """Maximum bytes that each stage's optimiser allocates in an update."""
     found = []
     pipeline.weights.attach()
     for stage in pipeline.stages:
@@ -78,7 +77,6 @@ def _updates(pipeline: Pipeline) -> list[int]:
 
 
 def _norm(pipeline: Pipeline, stage: int) -> int:
-    """Maximum bytes that the norm of a stage's gradients allocates."""
     pipeline.weights.attach()
     with allocated(pipeline.device) as norm:
         pipeline.weights.clip(stage, None, None)

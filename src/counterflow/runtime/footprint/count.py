@@ -165,7 +165,6 @@ def _count_worker(
     batch: dict[str, Any],
     kernels: KernelMemory,
 ) -> tuple[int, WorkerMemory]:
-    """Replica of this thread's worker, and its memory."""
     model, loss = arguments.model, arguments.loss_function
     layers = None if arguments.list_layers is None else [*arguments.list_layers(cast("Any", model))]
     model, layers, loss = virtual_copy((model, layers, loss), modules_in(model, layers, loss))
@@ -227,7 +226,6 @@ def _refuse_leaks(hub: VirtualHub) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No warnings of the engine about its counted steps."""
     log = logging.getLogger("counterflow")
     before = log.level
     log.setLevel(logging.ERROR)

@@ -102,7 +102,6 @@ def _cell(size: int) -> str:
 
 
 def _runs(rows: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, Sequence[int]]]:
-    """Runs of workers with equal bytes."""
     first = 0
     for number in range(1, len(rows) + 1):
         if number == len(rows) or rows[number] != rows[first]:
@@ -111,7 +110,6 @@ def _runs(rows: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, Sequence[in
 
 
 def _unit(size: int) -> tuple[int, str]:
-    """Largest unit of which a size has one or more, in bytes, and its name."""
     scale, number = 1, 0
     while number + 1 < len(_UNITS) and size >= _KIB * scale:
         scale, number = _KIB * scale, number + 1

@@ -87,6 +87,6 @@ class KernelMemory:
 
 
 def _filled(tensor: Tensor) -> Tensor:
-    """Tensor of the same shape and strides, with numbers that every kernel accepts."""
     filled = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    # Numbers that every kernel accepts.
     return filled.fill_(0.5 if tensor.is_floating_point() else 0)

@@ -28,8 +28,6 @@ class Part(StrEnum):
 
 
 class _Block:
-    """A storage, or the memory of a kernel while it runs."""
-
     __slots__ = ("part", "reference", "size")
 
     def __init__(self, size: int, part: Part) -> None:

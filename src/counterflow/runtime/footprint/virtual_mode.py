@@ -131,7 +131,7 @@ class VirtualMode(TorchDispatchMode):
         return result
 
     def _on_meta_device(self, func: Any, args: Any, options: dict[str, Any], *, virtual: bool) -> Any:
-        """Result on the meta device; None: the operator has to run."""
+        # None: the operator has to run.
         if any(tag in func.tags for tag in _DYNAMIC):
             if virtual:
                 raise ConfigError(

@@ -119,7 +119,6 @@ class VirtualTransport(LocalTransport):
 
 
 def _description(tensor: Tensor) -> Tensor:
-    """Message of a tensor: its shape if it is virtual, else a copy."""
     if not is_virtual(tensor):
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
     shape = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

@@ -412,7 +412,6 @@ class Weights:
         return compared
 
     def _averages_of_all(self) -> Iterator[tuple[int, str, Tensor]]:
-        """Stage, name and average, where all holders of a weight have one."""
         if self.average is not None and self.owners is None:
             for stage in self.stages:
                 for name, averaged in self.average.of(stage).items():

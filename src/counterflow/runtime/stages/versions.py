@@ -170,7 +170,6 @@ class Versions:
                 self._overwritten[id(parameter)] = parameter
 
     def _recount(self) -> None:
-        """Give the version that is shown a count that no version had."""
         now = max((tensor._version for tensor in self._counted), default=0)  # noqa: SLF001 - documented as it
         self._last_count = self._counts[self.shown] = max(self._last_count, now) + 1
         set_version_counters(self._counted, self._last_count)

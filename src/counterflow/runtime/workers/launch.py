@@ -171,7 +171,6 @@ def _call_here(
     defaults: world.Defaults,
     threads: int | None,
 ) -> list[_T]:
-    """Results of all started processes, by rank, of which this one calls the function."""
     if threads is not None:
         torch.set_num_threads(threads)
     world.set_defaults(defaults)

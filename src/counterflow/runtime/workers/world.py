@@ -130,11 +130,6 @@ def current_transport(
 
 
 def _refuse_other_device(transport: Transport, device: torch.device | str | None) -> None:
-    """Refuse a device for a thread whose launch gave it another one.
-
-    Raises:
-        ConfigError: torch finds no such device, or it is not that of the thread.
-    """
     chosen = None if device is None else torch.device(device)
     if chosen in (None, transport.device, torch.device(transport.device.type)):
         return

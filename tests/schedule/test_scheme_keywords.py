@@ -7,7 +7,7 @@ import pytest
 from counterflow.errors import ConfigError
 from counterflow.schedule import registry, schemes
 from counterflow.schedule.scheme import OptionType
-from counterflow.schedule.sizes import Sizes
+from counterflow.schedule.scheme_keywords import Sizes
 
 
 @pytest.mark.parametrize(
