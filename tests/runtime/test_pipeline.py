@@ -331,10 +331,11 @@ class Raises(nn.Linear):
         return super().forward(x)
 
 
-def test_an_error_names_worker_action_and_cause() -> None:
+def test_an_error_names_worker_action_layer_and_cause() -> None:
     layers = [*linears(1), Raises()]
     with pytest.raises(
-        WorkerError, match=r"worker 1, action \d+: Forward F2\.1: ValueError: three is too many"
+        WorkerError,
+        match=r"worker 1, action \d+: Forward F2\.1, layer 1 \(Raises\): ValueError: three is too many",
     ):
         run(_one_step, schemes.gpipe(2, 4), layers, mean_square, numbers(4), workers=2)
 

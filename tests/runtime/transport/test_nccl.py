@@ -262,7 +262,8 @@ def troubled() -> None:
 
 def test_a_failure_names_worker_and_action() -> None:
     with pytest.raises(
-        WorkerError, match=r"worker 1, action \d+: Forward F2.1: ValueError: three is too many"
+        WorkerError,
+        match=r"worker 1, action \d+: Forward F2.1, layer 1 \(Trouble\): ValueError: three is too many",
     ):
         cf.launch(troubled, workers=3, transport="strict-nccl")
 

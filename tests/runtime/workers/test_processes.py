@@ -73,7 +73,7 @@ def all_gone(folder: Path, workers: int = 4) -> None:
     ("kind", "told"),
     [
         ("kill", "^worker 2 was killed by SIGKILL"),
-        ("raise", "^worker 2, action 13: Forward F2.2: ValueError: three is too many"),
+        ("raise", r"^worker 2, action 13: Forward F2.2, layer \d \(\w+\): ValueError: three is too many"),
         ("sleep", "worker 2 has been in Forward F"),
     ],
 )

@@ -24,8 +24,10 @@ from counterflow.schedule.ir import Op, OpKind, Product, Schedule
 from ..messages.compression import Compression
 from ..mini_batch.batch import Batch
 from ..mini_batch.loss_output import LossFunction
+from ..stages.named_layer import place_of
 from ..stages.saved_bytes import SavedBytes
 from ..stages.stage import LocalStage
+from ..stages.stage_wrappers import failing_layer
 from ..transport.base import Transport
 from ..transport.worker_watch import worker_error
 from .addresses import Addresses
@@ -197,7 +199,11 @@ class Interpreter:
         except CounterflowError:
             raise
         except Exception as error:
-            raise worker_error(self._place(tasks, task), error, self.transport) from error
+            place = self._place(tasks, task)
+            layers = (layer for copy in self._tools.stages.values() for layer in copy.layers)
+            if (layer := failing_layer(error, layers)) is not None:
+                place = f"{place}, {place_of(layer)}"
+            raise worker_error(place, error, self.transport) from error
         status.now("between steps")
 
     def drain(self) -> None:

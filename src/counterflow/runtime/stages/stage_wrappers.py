@@ -9,9 +9,10 @@ whether it has to wrap that layer by itself; otherwise it wraps the block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from traceback import walk_tb
 
 from ..messages.values import Keyworded, Value
 from .named_layer import NamedLayer
@@ -157,6 +158,13 @@ def called(module: Callable[..., Value], value: Value, step: int, rows: SampleRo
         return module(value)
     positional = () if value.positional is None else (value.positional,)
     return module(*positional, **value.kwargs)
+
+
+def failing_layer(error: BaseException, layers: Iterable[NamedLayer]) -> NamedLayer | None:
+    """The layer in which an error was raised; None: none of them was called."""
+    by_module = {id(layer.module): layer for layer in layers}
+    frames = (frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code is called.__code__)
+    return next((by_module.get(id(frame.f_locals["module"])) for frame in frames), None)
 
 
 def _overrides(wrapper: StageWrapper, name: str) -> bool:
