@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import datetime as dt
-import platform
-import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,13 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from counterflow.execution import Execution
-from counterflow.measure.equal_layers import kinds_of
-from counterflow.measure.layer_costs import assembled
-from counterflow.measure.layer_times import Subject
-from counterflow.measure.machine import device_name
-from counterflow.measure.survey import survey
+from counterflow.measure.layer_times import Subject, same
+from counterflow.measure.model_profile import INPUTS, Description, measure_model
 from counterflow.models.loss import next_token_loss
-from counterflow.planning import Model
 from counterflow.planning.inputs import input_files
 from one_gpu import Report
 from one_gpu.host import LlamaBlock
@@ -102,28 +94,15 @@ def surveyed(report: Report, name: str) -> tuple[str, str, dict[str, Any]]:
     execution = Execution(digest_every=0, autocast=None if report.pretend else "bfloat16")
     subject = Subject(layers, next_token_loss, adamw, partial(tokens, vocabulary, positions), 0, execution)
     sizes, repeats = ((1,), 1) if report.pretend else ((1, 2, 4), 3)
-    found = survey(subject, sizes, workers=1, threads=None, repeats=repeats, progress=lambda *_: None)
-    today = dt.date.today().isoformat()
-    model = Model(
-        name=f"{name} layers",
-        layers=tuple(kinds_of(layers)),
-        optimizer_states=round(found.by_size[-1].update.states, 3),
-        input_bytes=float(tokens(vocabulary, positions, 1)[0].nbytes),
-        source="benchmarks/one_gpu/profile.py",
+    measurement = measure_model(
+        partial(same, subject),
+        Description(f"{name} layers", "AdamW", "benchmarks/one_gpu/profile.py"),
+        sizes=sizes,
+        workers=1,
+        repeats=repeats,
     )
-    profile = replace(
-        assembled(layers, found.by_size, found.at_lengths),
-        name=f"{platform.node()}, {today}",
-        machine=device_name(found.device, found.threads),
-        date=today,
-        update_seconds_per_byte=statistics.median(each.update_seconds_per_byte for each in found.by_size),
-        op_overhead_seconds=found.gap_seconds
-        + statistics.median(each.overhead_seconds for each in found.by_size),
-        step_overhead_seconds=found.around_seconds,
-        sources={"layers": "measured, median of 3"},
-    )
-    texts = {"model.toml": input_files.dumps(model), "profile.toml": input_files.dumps(profile)}
-    return "measured", f"{model.name}, {len(layers)} layers", {"files": texts}
+    texts = {f"{part}.toml": input_files.dumps(getattr(measurement, part)) for part in INPUTS}
+    return "measured", f"{name} layers, {len(layers)} layers", {"files": texts}
 
 
 def profiled(report: Report) -> tuple[str, str, dict[str, Any]]:

@@ -164,7 +164,7 @@ def test_a_cluster_of_kinds_is_read_back_as_it_was_written(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("kinds", "message"),
     [
-        ((FAST,), "nodes=2: the kinds have 1 nodes together; the numbers must be equal"),
+        ((FAST,), "nodes=2: the kinds have 1 node together; the numbers must be equal"),
         ((FAST, FAST), "kinds: 'fast' exists twice; give each kind a name of its own"),
         (
             (FAST, NodeKind("slow", 1, cores=2)),

@@ -137,7 +137,7 @@ def test_a_group_of_two_updates_is_outside() -> None:
     inside = Op(OpKind.FORWARD, 0, (2, 3))
     schedule = schemes.pipedream_2bw(2, 2, periods=2)
     (line,) = said(rules.COMPLETE, edited(schedule, 0, lambda order: order.append(group)))
-    assert "op 8: F(1,2).0 is not one of 1 pipes, 2 stages, 4 micro-batches" in line
+    assert "op 8: F(1,2).0 is not one of 1 pipe, 2 stages, 4 micro-batches" in line
     (line,) = said(rules.COMPLETE, edited(schedule, 0, lambda order: order.append(inside)))
     assert "op 8: F(2,3).0 is not an op of the workload" in line
 
