@@ -81,7 +81,7 @@ def test_a_deep_model_in_many_stages() -> None:
             3,
             "a model of 2 layers for 3 stages: every stage needs at least one layer; choose at most 2 stages",
         ),
-        ([], 1, "a model of 0 layers for 1 stages: .* the model has no layers"),
+        ([], 1, "a model of 0 layers for 1 stage: .* the model has no layers"),
         ([1, 1], 0, "stages=0: must be 1 or more"),
         ([1, -1], 2, "cost of layer 1 is -1: must be a finite number, 0 or more"),
         ([float("nan")], 1, "cost of layer 0 is nan"),

@@ -76,7 +76,7 @@ def damaged(**changes: Any) -> str:
         (damaged(surprise=1), "surprise"),
         (damaged(options={"a": None}), "options"),
         (damaged(placement=[[0, 2]]), r"placement\[0\]\[1\]: worker 2, but there are 2 orders"),
-        (damaged(placement=[[0, 1], [0]]), r"placement\[1\]: 1 stages, but pipe 0 has 2"),
+        (damaged(placement=[[0, 1], [0]]), r"placement\[1\]: 1 stage, but pipe 0 has 2"),
         (damaged(placement=[[]]), "placement"),
         (damaged(steady=[[0, 99], [0, 1]]), "steady"),
         (damaged(orders=[["F0.0"], ["X1.0"]]), r'orders\[1\]\[0\]: "X1.0" is not an op; ops look like'),

@@ -114,7 +114,7 @@ def test_what_is_recomputed_stays_so(config: Configure) -> None:
 
 def test_nothing_runs_on_so_few(config: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("counterflow.training.supervision.fewer.memory_bytes", lambda *_: 1000.0)
-    with pytest.raises(ConfigError, match="1 workers are left, but no plan runs on them: no plan fits"):
+    with pytest.raises(ConfigError, match="1 worker is left, but no plan runs on them: no plan fits"):
         with_fewer(config(), 1)
 
 
@@ -200,7 +200,7 @@ def one_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_fewer_than_needed_are_refused_if_nothing_is_said(config: Configure, one_is_here: None) -> None:
-    with pytest.raises(ConfigError, match="1 processes were started, but 2 workers per replica"):
+    with pytest.raises(ConfigError, match="1 process was started, but 2 workers per replica"):
         run(config(pipeline__transport="gloo"), Watcher())
 
 

@@ -144,7 +144,8 @@ def with_fewer(config: RunConfig, processes: int) -> RunConfig:
         ) from error
     planned = planned_config(model, profile, cluster, result.best[0].play.prediction())
     same = {"transport": pipeline.transport, "sync": pipeline.sync}
-    return planned.but(pipeline=same).model_copy(update={"plan": PlanSection()})
+    run = {"out": train.out, "resume": train.resume}  # it is the same run, which goes on
+    return planned.but(pipeline=same, train=run).model_copy(update={"plan": PlanSection()})
 
 
 def without_device(visible: str | None, count: int, gone: int | None, needed: int) -> str:
