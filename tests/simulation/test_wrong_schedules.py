@@ -41,9 +41,7 @@ def test_an_op_of_no_stage_or_pipe_is_refused(changes: dict[str, int]) -> None:
     wrong = _with(schemes.zb_h1(2, 3), 1, -1, **changes)
     assert wrong.orders[1][-1].kind is OpKind.WEIGHT_GRADIENTS  # no other op waits for it
     for work in (simulate, lower):
-        with pytest.raises(
-            ScheduleError, match="belongs to none of its 1 pipe of 2 stages; run the checker"
-        ):
+        with pytest.raises(ScheduleError, match="belongs to none of its 1 pipe of 2 stages; run the checker"):
             work(wrong)
 
 
