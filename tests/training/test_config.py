@@ -18,7 +18,7 @@ from counterflow.common.options import metadata
 from counterflow.execution import Execution
 from counterflow.models.shapes import SHAPES, Family
 from counterflow.schedule.formats import dumps
-from counterflow.schedule.registry import SCHEMES
+from counterflow.schedule.registry import SCHEMES, title
 from counterflow.training import RunConfig, load_config
 from counterflow.training.load import SECTIONS
 from counterflow.training.sections.pipeline_section import PipelineSection
@@ -203,7 +203,8 @@ def test_the_number_of_processes() -> None:
         ),
         (
             ["schedule.scheme=chimra"],
-            f"schedule.scheme: unknown scheme 'chimra'; did you mean 'chimera'? Known: {', '.join(SCHEMES)}",
+            "schedule.scheme: unknown scheme 'chimra'; did you mean 'chimera'? "
+            f"Known: {', '.join(map(title, SCHEMES))}",
         ),
         (
             ["pipeline.cuts=[1, 2]"],

@@ -102,6 +102,6 @@ def test_what_is_refused(run: Run, refused: Callable[..., str], tmp_path: Path) 
     assert "needs bytes of weights" in refused(f"{FOUR} --memory 1GiB")
     assert "one number, for a worker's share of the model" in refused(f"{FOUR} --forward 1,2,1,2")
     assert "worker or model" in refused(f"{FOUR} --costs-of stage")
-    assert (
-        "chimera has no schedule of this size" in run("compare --workers 3 --micro-batches 4 --seconds 0").out
-    )
+    three = run("compare --workers 3 --micro-batches 4 --seconds 0").out
+    assert "chimera, dualpipe, gems, mixpipe have no schedule of this size: stages=3" in three
+    assert "dualpipe-v has no schedule of this size: micro_batches=4" in three

@@ -150,7 +150,7 @@ def test_a_computed_order_that_wins_is_written_and_runs(run: Run, inputs: str, t
     assert trained.code == 0, trained.err
     assert trained.json["steps"] == 2
     text = run(f"{line} --synthesize --moves 0").out
-    assert f"Computed orders: the best saves {orders['gain']:.1%} of dapple" in text
+    assert f"Computed orders: the best saves {orders['gain']:.1%} of 1F1B (dapple" in text
 
 
 def test_an_example_as_files_plans_the_same(run: Run, tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ def test_table_for_people(run: Run) -> None:
     assert (answer.code, answer.err) == (0, "")
     lines = [" ".join(line.split()) for line in answer.out.splitlines()]
     assert lines[:3] == [
-        "dapple(stages=2, micro_batches=2)",
+        "1F1B: dapple(stages=2, micro_batches=2)",
         "2 workers · 2 stages · 1 pipe · 2 micro-batches",
         "forward 1 F · backward 2 F · message 0 F · weights 1 GiB, 2 GiB",
     ]
@@ -299,7 +299,7 @@ Refused = Callable[..., str]
         ),
         ("dapple --stages 4", "Error: dapple needs --micro-batches\n  --micro-batches  N: micro-batches"),
         ("dapple", "Error: dapple needs --stages and --micro-batches\n  --stages         depth D"),
-        ("chimra", "Error: unknown scheme 'chimra'; did you mean 'chimera'? Known: chimera, dapple,"),
+        ("chimra", "Error: unknown scheme 'chimra'; did you mean 'chimera'? Known: chimera, 1F1B (dapple),"),
         ("1f1b --stages 2 --micro-batches 2 --forward 1,x", "Error: --forward 1,x: cannot read 'x'"),
         ("dapple --stages 2 --micro-batches 2 --forward 1,2,3", "Error: --forward: 3 numbers for 2"),
         ("dapple --stages 2 --micro-batches 2 --forward nan", "Error: --forward nan: must be a finite"),

@@ -123,7 +123,7 @@ def test_what_does_not_go_together_is_refused(refused: Callable[..., str]) -> No
     assert "--workers 99999999" in refused("synthesize --placement vee --workers 99999999 --micro-batches 1")
     assert "24,000,000 ops" in refused("synthesize --placement vee --workers 4 --micro-batches 1000000")
     too_many = "synthesize --placement vee --workers 4 --micro-batches 1000 --slices 1000"
-    assert "1000 micro-batches of 1000 slices are 24,000,000 ops" in refused(too_many)
+    assert "1,000 micro-batches of 1000 slices are 24,000,000 ops" in refused(too_many)
     assert "--slices 2: a profile has times of whole" in refused(f"{STRAIGHT} --slices 2 --profile p.toml")
     assert "--peak x: cannot read 'x'; give a number" in refused(f"{STRAIGHT} --peak x")
     assert "--peak: 2 numbers for 4 workers" in refused(f"{STRAIGHT} --peak 4,4")

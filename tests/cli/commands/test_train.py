@@ -256,7 +256,7 @@ def test_a_run_that_dies_is_one_line_and_exit_1(run: Run, tmp_path: Path) -> Non
     )
     assert answer.code == 1
     *_, last = answer.err.splitlines()
-    assert last.startswith("Error: after ")
+    assert last.startswith("Error: in step ")
     assert "the loss is " in last
     assert last.endswith(f"are in {tmp_path / 'run'}")
     assert answer.err.count("Error") == 1
