@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from counterflow.common.borrowed_positions import borrowed_positions
 from counterflow.common.plurals import plural
 from counterflow.errors import ConfigError
 
@@ -67,7 +68,8 @@ class Degrees:
     @property
     def token_shares(self) -> int:
         """Positions of tensor parallelism that divide experts: each sends a share of their tokens."""
-        return math.gcd(self.expert_parallel, self.tensor_parallel)
+        cp, tp = self.context_parallel, self.tensor_parallel
+        return borrowed_positions(self.expert_parallel, cp=cp, tp=tp).tp
 
     @property
     def expert_shards(self) -> int:

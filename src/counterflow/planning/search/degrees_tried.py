@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from itertools import product
 
+from counterflow.common.borrowed_positions import borrowed_positions
 from counterflow.errors import ConfigError
 
 from ..cost.degrees import Degrees, expert_degrees, places
@@ -40,8 +41,8 @@ def degrees_tried(
     tried: dict[Degrees, None] = {}
     for tensor, context, expert in product(constraints.tensor_parallel, constraints.contexts, experts):
         _require_positive(context, expert)
-        rest = expert // math.gcd(expert, max(1, tensor))
-        for shards in constraints.shards or (rest // math.gcd(rest, context),):
+        least = borrowed_positions(expert, cp=context, tp=max(1, tensor)).dp_shard
+        for shards in constraints.shards or (least,):
             if shards < 1:
                 raise ConfigError(f"shards={shards}: must be 1 or more")
             if constraints.shards is not None and shards * context * tensor % expert:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from counterflow.common.borrowed_positions import borrowed_positions
 from counterflow.common.tensors.expert_modules import expert_modules
 from counterflow.errors import ConfigError
 
@@ -77,10 +78,7 @@ class MeshDegrees:
 
         Experts borrow the last positions, which are closest: a dimension of which they borrow a part is two.
         """
-        tensors = math.gcd(self.ep, self.tp)
-        contexts = math.gcd(self.ep // tensors, self.cp)
-        borrowed = {"dp_shard": self.ep // tensors // contexts, "cp": contexts, "tp": tensors}
-        for name, part in borrowed.items():
+        for name, part in borrowed_positions(self.ep, cp=self.cp, tp=self.tp)._asdict().items():
             size: int = getattr(self, name)
             if 1 < part < size:
                 yield name, size // part, False
