@@ -23,15 +23,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - as torch names it
 from kit import RESULTS, arguments, machine_line
+from memory import peak_of_steps
 from torch import Tensor, nn
 
 import counterflow as cf
-from counterflow.measure.stages.allocations import allocated
 from counterflow.runtime.parameters.digest import digest
 
 GOAL = 0.05
-STEPS = 2, 4
-"""Numbers of the measured steps, from 0."""
+"""Share by which a count may be wrong."""
 
 
 class Mlp(nn.Sequential):
@@ -249,9 +248,10 @@ def measured(each: list[Run]) -> list[int]:
         gc.collect()  # what goes later would go from this run's bytes
         gc.disable()
         torch.manual_seed(0)
-        with allocated() as now:
-            example = {} if run.model == "mlp" else {"example": inputs}
-            pipeline = cf.Pipeline(
+        example = {} if run.model == "mlp" else {"example": inputs}
+
+        def make(run: Run = run, example: Any = example, model: Any = model, loss: Any = loss) -> cf.Pipeline:
+            return cf.Pipeline(
                 model(),
                 loss,
                 run.schedule,
@@ -260,12 +260,8 @@ def measured(each: list[Run]) -> list[int]:
                 **example,
                 **run.options,
             )
-        peak = 0
-        for step in range(STEPS[-1] + 1):
-            with allocated(since=now.current) as now:
-                pipeline.step(inputs, targets)
-            if step in STEPS:
-                peak = max(peak, now.peak)
+
+        pipeline, peak = peak_of_steps(make, inputs, targets)
         peaks.append(peak)
         pipeline.close()
         del pipeline

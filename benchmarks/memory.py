@@ -16,7 +16,7 @@ four workers, were not measured before it was.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -206,6 +206,19 @@ def peaks_of_device(every: list[tuple[Run, tuple[int, ...]]]) -> list[dict[str, 
     return found
 
 
+def peak_of_steps(make: Callable[[], Pipeline], inputs: Any, targets: Any) -> tuple[Pipeline, int]:
+    """A pipeline, and its peak of allocated bytes in ``STEPS``, with everything from its making on."""
+    with allocated() as now:
+        pipeline = make()
+    peak = 0
+    for step in range(STEPS[-1] + 1):
+        with allocated(since=now.current) as now:
+            pipeline.step(inputs, targets)
+        if step in STEPS:
+            peak = max(peak, now.peak)
+    return pipeline, peak
+
+
 def measured(every: list[tuple[Run, tuple[int, ...]]]) -> list[int]:
     """What a worker runs: its peak of each run, with everything from the pipeline's making on."""
     found = []
@@ -215,14 +228,8 @@ def measured(every: list[tuple[Run, tuple[int, ...]]]) -> list[int]:
         inputs, targets = batch(run.model, run.samples * schedule.micro_batches)
         gc.collect()  # what goes later would go from this run's bytes
         gc.disable()
-        with allocated() as now:
-            one = pipeline(run.subject, schedule, cuts=list(cuts), recompute=run.recompute)
-        peak = 0
-        for step in range(STEPS[-1] + 1):
-            with allocated(since=now.current) as now:
-                one.step(inputs, targets)
-            if step in STEPS:
-                peak = max(peak, now.peak)
+        make = partial(pipeline, run.subject, schedule, cuts=list(cuts), recompute=run.recompute)
+        one, peak = peak_of_steps(make, inputs, targets)
         found.append(peak)
         one.flush()
         one.close()
