@@ -8,6 +8,7 @@ import json
 import re
 import runpy
 import shlex
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ def test_ten_minutes(
     (tmp_path / "own.py").write_text(own)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("own", None)  # other pages have such a file too
     work = importlib.import_module("own").work
     runs = blocks("ten-minutes.md", "console")[0].splitlines()
     for command, printed in zip(runs[::2], runs[1::2], strict=True):

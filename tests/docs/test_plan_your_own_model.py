@@ -27,7 +27,8 @@ def test_the_page(
         return launch(*arguments, **options | {"transport": "local"})
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("own", None)  # other pages have such a file too
     monkeypatch.setattr("counterflow.measure.survey.launch", on_threads)
     own, program = blocks("plan-your-own-model.md", "python")
     Path("own.py").write_text(own)

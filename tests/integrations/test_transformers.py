@@ -374,7 +374,7 @@ def test_features_in_two_stages_are_those_of_the_trainer(
         ({"optim": "lomo"}, "optim='lomo' cannot be combined"),
         ({"optim": "schedule_free_adamw"}, "optim='schedule_free_adamw' cannot be combined"),
         ({"schedule": "pipedream"}, "is asynchronous"),
-        ({"pp": 2}, "pp=2, but 1 processes run"),
+        ({"pp": 2}, "pp=2, but 1 process runs"),
         ({"schedule": "auto", "cuts": [1]}, "cuts cannot be combined with schedule='auto'"),
         ({"enable_jit_checkpoint": True}, "enable_jit_checkpoint=True cannot be combined"),
     ],

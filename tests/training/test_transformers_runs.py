@@ -201,7 +201,8 @@ def test_what_is_profiled_is_planned_and_trained(base: Path, tmp_path: Path) -> 
     with pytest.raises(ConfigError, match="optimizer_states = 6: no known optimiser has this number"):
         planned_config(odd, found.profile, cluster, plans.best[0].play.prediction())
     (tmp_path / "plan.toml").write_text(planned.to_toml())
-    read = load_config(tmp_path / "plan.toml", ["pipeline.transport=local"])
+    read = load_config(tmp_path / "plan.toml", ["pipeline.transport=local", f"train.out={tmp_path / 'run'}"])
+    assert planned.train.out is None  # a plan is trained in a folder of its own
     assert (read.model, read.data, read.lora, read.optimizer) == (
         *(given.model, given.data, given.lora, given.optimizer),
     )

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from counterflow.common.tensors.torch_private import TorchDispatchMode, schema_of
 from counterflow.errors import ConfigError
 
 from .kernel_memory import KernelMemory
@@ -157,7 +157,7 @@ class VirtualMode(TorchDispatchMode):
         """Leave virtual arguments as they are, and set small ones that a virtual one would change to 1."""
         changed: list[Any] = []
         results: list[Any] = []
-        for number, argument in enumerate(func._schema.arguments):  # noqa: SLF001 - documented for modes
+        for number, argument in enumerate(schema_of(func).arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             value = args[number] if number < len(args) else options.get(argument.name)
@@ -166,7 +166,7 @@ class VirtualMode(TorchDispatchMode):
         for tensor in changed:
             if not is_virtual(tensor):
                 tensor.fill_(1)
-        returns = func._schema.returns  # noqa: SLF001 - documented for modes
+        returns = schema_of(func).returns
         if not returns:
             return None
         if all(value.alias_info is not None for value in returns):
@@ -185,7 +185,7 @@ class VirtualMode(TorchDispatchMode):
 
 
 def _kind(func: Any) -> _Kind:
-    name, schema = func.name().partition(".")[0], func._schema  # noqa: SLF001 - documented for modes
+    name, schema = func.name().partition(".")[0], schema_of(func)
     if name in _RUN:
         return _Kind.REAL
     if name in _READ:

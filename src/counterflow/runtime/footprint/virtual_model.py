@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from counterflow.common.tensors.dtensors import is_dtensor
+from counterflow.common.tensors.torch_private import buffers_of, parameters_of
 from counterflow.errors import ConfigError
 
 from .virtual_mode import SMALL_BYTES
@@ -35,7 +36,7 @@ def virtual_copy(value: _T, roots: Iterable[nn.Module]) -> _T:
     memo: dict[int, Any] = {}
     for root in roots:
         for module in root.modules():
-            for name, tensor in (*module._parameters.items(), *module._buffers.items()):  # noqa: SLF001
+            for name, tensor in (*parameters_of(module).items(), *buffers_of(module).items()):
                 if tensor is None or id(tensor) in memo:
                     continue
                 if is_dtensor(tensor) or is_lazy(tensor):
