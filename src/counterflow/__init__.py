@@ -129,7 +129,7 @@ _LATE = {
     "LossSum": "api.loss_sum",
     "MeshDegrees": "runtime.mesh.mesh_degrees",
     "PendingEvaluation": "runtime.execution.evaluation",
-    "Pipeline": "runtime.pipeline",
+    "Pipeline": "automatic",
     "SameModel": "verification.same_model",
     "Skip": "api.skip",
     "Step": "runtime.execution.step",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +97,21 @@ def _fake_of(tensor: Tensor) -> Tensor:
     return nn.Parameter(fake, requires_grad=tensor.requires_grad) if type(tensor) is nn.Parameter else fake
 
 
+def traits_of(
+    layers: Sequence[nn.Module], flows: Sequence[Flow] | None = None
+) -> Iterator[tuple[str, tuple[object, ...]]]:
+    """Class of each layer, and what layers of one kind have in common: steps, weights and flow."""
+    for index, layer in enumerate(layers):
+        if isinstance(layer, CapturedLayer):
+            name, steps = layer.class_name, layer.structure
+        else:
+            name, steps = type(layer).__name__, tuple(key for key, _ in layer.named_parameters())
+        weights = tuple(
+            (tuple(value.shape), value.dtype, value.requires_grad) for value in layer.parameters()
+        )
+        yield _WORDS.sub("-", name).lower(), (steps, weights, None if flows is None else flows[index])
+
+
 def kinds_of(layers: Sequence[nn.Module], flows: Sequence[Flow] | None = None) -> list[str]:
     """Kind of each layer: its class, and a number if layers of a class differ.
 
@@ -112,16 +127,7 @@ def kinds_of(layers: Sequence[nn.Module], flows: Sequence[Flow] | None = None) -
     """
     known: dict[str, list[tuple[object, ...]]] = {}
     kinds = []
-    for index, layer in enumerate(layers):
-        if isinstance(layer, CapturedLayer):
-            name, steps = layer.class_name, layer.structure
-        else:
-            name, steps = type(layer).__name__, tuple(key for key, _ in layer.named_parameters())
-        name = _WORDS.sub("-", name).lower()
-        weights = tuple(
-            (tuple(value.shape), value.dtype, value.requires_grad) for value in layer.parameters()
-        )
-        traits = (steps, weights, None if flows is None else flows[index])
+    for name, traits in traits_of(layers, flows):
         of_class = known.setdefault(name, [])
         if traits not in of_class:
             of_class.append(traits)

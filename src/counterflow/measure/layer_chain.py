@@ -6,6 +6,7 @@ Invariant: what a profile says of layers beside their costs is that of the model
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -16,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from counterflow.planning.inputs.model import LayerTie
 
-from .equal_layers import flows_of, kinds_of, passes_values, without_repeats
+from .equal_layers import flows_of, kinds_of, passes_values, traits_of, without_repeats
 from .layer_costs import ties_of
 from .layer_times import Subject
 
@@ -33,12 +34,14 @@ class LayerChain:
         places: numbers of the layers that are measured.
         ties: weights that layers of the model share.
         input_bytes: size of the model's input for one sample.
+        digest: a number of the layers, equal for layers whose costs are.
     """
 
     kinds: tuple[str, ...]
     places: tuple[int, ...]
     ties: tuple[LayerTie, ...]
     input_bytes: float
+    digest: str
 
     @classmethod
     def of(cls, subject: Subject) -> Self:
@@ -52,6 +55,7 @@ class LayerChain:
             tuple(without_repeats(kinds) if skipping else range(len(kinds))),
             ties_of(subject.layers),
             float(sum(t.nbytes for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor))),
+            hashlib.sha256(repr([*traits_of(subject.layers, flows)]).encode()).hexdigest(),
         )
 
     @property

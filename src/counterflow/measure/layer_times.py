@@ -10,7 +10,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -48,6 +48,7 @@ class Subject:
         batch: function that makes inputs and targets of a number of samples.
         seed: seed of weights and random draws.
         execution: how the pipeline executes it.
+        batching: how mini-batches are cut.
         fills_meta: True if layers on the meta device are measured with any values.
     """
 
@@ -57,6 +58,7 @@ class Subject:
     batch: Callable[[int], tuple[Any, Any]]
     seed: int
     execution: Execution
+    batching: Batching = field(default_factory=Batching)
     fills_meta: bool = False
 
 
@@ -226,13 +228,13 @@ class LengthTimer(_Turns):
 
     def __init__(self, subject: Subject, size: int) -> None:
         batch = subject.batch(size * MICRO_BATCHES)
-        self._positions = positions_of_batch(*batch, Batching())
+        self._positions = positions_of_batch(*batch, subject.batching)
         self._states = _states(subject, subject.batch(size), size) if self._positions else None
         self._lengths: tuple[float, ...] = ()
         if self._states is None:
             super().__init__()
             return
-        shorter = at_lengths(*batch, Batching())
+        shorter = at_lengths(*batch, subject.batching)
         self._lengths = tuple(share for share, *_ in shorter)
         pipeline = _pipeline(subject, _by_layer(len(subject.layers), MICRO_BATCHES))
         super().__init__(*(OpTimer(pipeline, *batch_of_length) for _, *batch_of_length in shorter))
@@ -365,10 +367,11 @@ def _by_layer(layers: int, micro_batches: int, slices: int = 1) -> Schedule:
 def _pipeline(subject: Subject, schedule: Schedule, transport: Transport | None = None) -> Pipeline:
     return Pipeline(
         copy.deepcopy(subject.layers),
-        subject.loss,
+        copy.deepcopy(subject.loss) if isinstance(subject.loss, nn.Module) else subject.loss,
         schedule,
         optimizer=subject.optimizer,
         transport=transport,
         seed=subject.seed,
         execution=subject.execution,
+        batching=subject.batching,
     )

@@ -25,7 +25,7 @@ from .layer_times import AtSize, SubjectSource
 from .links import Travel
 from .machine import device_name
 from .measuring_progress import Progress
-from .survey import survey
+from .survey import Survey, survey
 
 SIZES = (1, 2, 4, 8, 16, 32)
 """Default samples of the micro-batches with which layers are measured."""
@@ -121,6 +121,17 @@ def measure_model(
     if not sizes or sizes[0] < 1:
         raise ConfigError(f"sizes = {list(sizes)}: give one size of a micro-batch or more, each 1 or more")
     measured = survey(source, sizes, workers=workers, threads=threads, repeats=repeats, progress=progress)
+    return measurement_of(measured, description, repeats=repeats)
+
+
+def measurement_of(measured: Survey, description: Description, *, repeats: int) -> Measurement:
+    """The planner's inputs from a survey.
+
+    Args:
+        measured: the survey.
+        description: words about its model.
+        repeats: number of measurements, of which the median counted.
+    """
     by_size = measured.by_size
     profile = profile_of(
         measured.layers,

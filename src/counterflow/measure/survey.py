@@ -115,6 +115,27 @@ def survey(
     return Survey(device, nodes, here, threads, by_size, chain, layers, *steps, inside, between, lengths)
 
 
+def survey_of_workers(source: SubjectSource, sizes: Sequence[int], *, repeats: int) -> Survey:
+    """Measure a model's layers and links on the workers that run; all of them call it.
+
+    Args:
+        source: function that makes the subject of the measurement.
+        sizes: samples of a micro-batch, ascending.
+        repeats: number of measurements, of which the median counts.
+    """
+    transport, placed = current_transport(), rank_info()
+    nodes = 1 if placed is None else placed.machines
+    here = transport.world_size // nodes
+    measured = _measured(source, sizes, repeats, None, pairs=_pairs(here, nodes))
+    chain, layers, by_size, lengths, steps, links = measured
+    return Survey(
+        *(transport.device.type, nodes, here, torch.get_num_threads(), by_size, chain, layers, *steps),
+        links[0] if here > 1 else ((), ()),
+        links[-1] if nodes > 1 else ((), ()),
+        lengths,
+    )
+
+
 def _pairs(here: int, nodes: int) -> tuple[tuple[int, int], ...]:
     inside = ((0, 1),) if here > 1 else ()
     return (*inside, (0, here)) if nodes > 1 else inside
@@ -136,7 +157,7 @@ def _measured(
     source: SubjectSource,
     sizes: Sequence[int],
     repeats: int,
-    done: Path,
+    done: Path | None,
     *,
     pairs: Sequence[tuple[int, int]],
 ) -> tuple[LayerChain, Profile, list[AtSize], AtLengths | None, tuple[float, float], list[_Travels]]:
@@ -146,12 +167,12 @@ def _measured(
         source: function that makes the subject of the measurement.
         sizes: samples of a micro-batch.
         repeats: number of measurements.
-        done: file that gets a byte whenever a part is done.
+        done: file that gets a byte whenever a part is done; None: no file.
         pairs: ranks between which links are measured.
     """
 
     def finished(what: Any) -> Any:
-        if current_transport().rank == 0:
+        if done is not None and current_transport().rank == 0:
             with done.open("ab") as file:
                 file.write(b".")
         return what

@@ -20,6 +20,7 @@ from counterflow.execution import Batching, Execution, Flat, records
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.registry import schedule_of
 
+from .assembly.automatic import AUTO, CHOOSERS, ScheduleChoice, ScheduleRequest, request_of
 from .assembly.partition import PartitionedModel
 from .assembly.pipeline_arguments import PipelineArguments
 from .engine import build_engine
@@ -39,6 +40,9 @@ from .pipeline_states import PipelineStates
 from .settable import refuse_setting
 from .transport.base import Transport
 from .transport.worker_watch import raises_worker_error
+from .workers.world import current_transport
+
+__all__ = ["AUTO", "CHOOSERS", "Pipeline", "ScheduleChoice", "ScheduleRequest"]
 
 
 class Pipeline(PipelineStates, PipelineProperties):
@@ -59,14 +63,17 @@ class Pipeline(PipelineStates, PipelineProperties):
             losses were given (weights of classes).
         schedule: a schedule that the checker accepts, or a scheme with its sizes as text:
             ``"zb-v(workers=4, micro_batches=8)"``. An asynchronous one needs enough periods to show what
-            repeats, and continues for as many steps as are made.
+            repeats, and continues for as many steps as are made. ``"auto"``: the model is measured on the
+            workers, which become one pipeline, the plan with the shortest step within their memory is taken,
+            and one line says which, why, and what the second-best costs; the profile is cached.
         optimizer: a function of parameters to an optimiser; called once a stage a worker holds, with all
             its parameters, also those that are frozen. Where the model has several optimisers, it is called
             two or three times more with small copies of some, to see that it looks at each for itself.
         scheduler: a function of an optimiser to a learning-rate scheduler, stepped after each update.
         list_layers: the layers of ``model``, if it is neither a sequential nor a list.
         example: in place of ``list_layers``, inputs as ``step`` takes them: the layers of ``model`` are found
-            by itself, as ``cf.layers(model, example)`` finds them.
+            by itself, as ``cf.layers(model, example)`` finds them. With ``schedule="auto"`` a mini-batch of
+            the size of a step: (inputs, targets).
         cuts: the numbers of the layers with which stages 1, 2, ... begin; or a layout of Megatron-LM of the
             list of layers (embedding, blocks, head), ``"Ett|tt|ttL"``; by default balanced.
         costs: cost of each layer, to balance by; by default estimated from the parameters.
@@ -115,6 +122,28 @@ class Pipeline(PipelineStates, PipelineProperties):
         **options: Unpack[Flat],
     ) -> None:
         execution, batching = records(execution, batching, options, PARAMETERS)
+        self.choice: str | None = None
+        """What ``schedule="auto"`` chose, in words; None: the schedule was given."""
+        if isinstance(schedule, str) and schedule == AUTO:
+            if AUTO not in CHOOSERS:
+                raise ConfigError('schedule="auto" is that of counterflow.Pipeline: import it from there')
+            transport = current_transport(
+                transport if isinstance(transport, str) else None,
+                device=device,
+                timeout_seconds=execution.timeout_seconds,
+                alone=True,
+            )
+            fixed = {"cuts": cuts, "costs": costs, "mesh": mesh, "parallelize": parallelize}
+            request, list_layers = request_of(
+                *(model, loss_function, example, list_layers),
+                optimizer=optimizer,
+                execution=execution,
+                batching=batching,
+                fixed=fixed,
+            )
+            choice = CHOOSERS[AUTO](request, transport)
+            schedule, cuts, execution = choice.schedule, choice.cuts, choice.execution
+            self.choice, example = choice.text, None
         arguments = PipelineArguments(
             model,
             loss_function,

@@ -10,7 +10,6 @@ for any number of workers.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import random
 from collections.abc import Iterator, Mapping
@@ -26,18 +25,25 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from counterflow import capture
+from counterflow.automatic import choose
 from counterflow.errors import ConfigError
+from counterflow.execution import Batching, Execution
 from counterflow.runtime.parameters.optimizers import Parameters
-from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.pipeline import AUTO, Pipeline, ScheduleChoice, ScheduleRequest
+from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule.ir import Schedule
 
-from .auto import chosen
 from .checkpoints import Checkpoints
 from .optimizer_view import OptimizerView
 from .refusals import refuse, refuse_made
-from .trainer_arguments import AUTO, single_process
+from .trainer_arguments import single_process
 from .trainer_objective import PACKED, TrainerObjective, as_it_was, weighed, weights
 from .trl import add_metrics, plain_head
+
+_BATCHING = Batching(
+    per_micro_batch_loss=True,  # the trainer weights the micro-batches
+    output_dims={"loss": None, "outputs": 0, "metrics": None},
+)
 
 
 class PipelineTrainerMixin(Checkpoints):
@@ -48,6 +54,7 @@ class PipelineTrainerMixin(Checkpoints):
 
     Attributes:
         pipeline: the pipeline; None until it is needed.
+        choice: what ``schedule="auto"`` chose, with its ``text``; None: the schedule was given.
         has_fused_head: whether the model's head was TRL's, which returns no logits.
 
     Raises:
@@ -55,6 +62,7 @@ class PipelineTrainerMixin(Checkpoints):
     """
 
     has_fused_head: bool = False
+    choice: ScheduleChoice | None = None
     _created_lr_scheduler: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -90,7 +98,7 @@ class PipelineTrainerMixin(Checkpoints):
             self._decays = set(self.get_decay_parameter_names(self.model))
             schedule = self.args.made_schedule()
             if self.args.schedule == AUTO:
-                schedule = chosen(schedule, self._timed(schedule), self._step_inputs(batch, items, schedule))
+                self.choice = self._choice(batch, items, schedule)
             self.pipeline = self._pipeline_of(schedule, self.model, self._layers)
         return self.pipeline
 
@@ -116,25 +124,40 @@ class PipelineTrainerMixin(Checkpoints):
         return any(layer.uses("packed") for layer in capture.layers(self._objective, inputs, input_dims=None))
 
     def _pipeline_of(self, schedule: Schedule, model: nn.Module, layers: list[Any]) -> Pipeline:
+        choice = self.choice
         return Pipeline(
             model,
             weighed,
-            schedule,
+            schedule if choice is None else choice.schedule,
             optimizer=self._optimizer_of,
             list_layers=lambda _: layers,
-            cuts=self.args.cuts,
+            cuts=self.args.cuts if choice is None else choice.cuts,
             costs=[layer.cost for layer in layers],
+            execution=self._execution() if choice is None else choice.execution,
+            batching=_BATCHING,
+        )
+
+    def _execution(self) -> Execution:
+        return Execution(
             seed=self.args.seed,
-            per_micro_batch_loss=True,  # the trainer weights the micro-batches
-            output_dims={"loss": None, "outputs": 0, "metrics": None},
             recompute=self.args.recompute,
             clip_norm=self.args.max_grad_norm or None,
             autocast="bfloat16" if self.args.bf16 else "float16" if self.args.fp16 else None,
         )
 
-    def _timed(self, schedule: Schedule) -> Pipeline:
-        model, layers = copy.deepcopy((self.model, self._layers))
-        return self._pipeline_of(schedule, model, layers)
+    def _choice(self, batch: Mapping[str, Any], items: Any, schedule: Schedule) -> ScheduleChoice:
+        inputs, targets = self._step_inputs(batch, items, schedule)
+        request = ScheduleRequest(
+            self._layers,
+            weighed,
+            (inputs, targets),
+            self._optimizer_of,
+            self._execution(),
+            _BATCHING,
+            workers=self.args.pp,
+            micro_batch=_samples(inputs) // schedule.micro_batches,
+        )
+        return choose(request, current_transport(alone=True))
 
     def _step_inputs(self, batch: Mapping[str, Any], items: Any, schedule: Schedule) -> tuple[Any, Tensor]:
         times = schedule.micro_batches

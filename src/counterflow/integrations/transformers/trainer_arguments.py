@@ -43,8 +43,8 @@ class PipelineFields:
 
     Attributes:
         pp: number of workers over which the model is cut.
-        schedule: the scheme, by its name; ``counterflow schemes`` lists them. ``auto``: the first batches are
-            timed on a copy of the model, and the fastest schedule is taken that saves no more than 1F1B.
+        schedule: the scheme, by its name; ``counterflow schemes`` lists them. ``auto``: the model is
+            measured, and the plan with the shortest step within the workers' memory is taken.
         cuts: the numbers of the layers with which stages 1, 2, ... begin; None: balanced.
         recompute: what a backward computes again: ``none``, ``stage`` or ``layer``, which is what
             ``activation_checkpointing`` of transformers becomes.
