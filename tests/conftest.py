@@ -30,8 +30,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 torch = import_module("torch")
 
-_CACHE = tempfile.TemporaryDirectory()  # of datasets that tests read
-os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HOME": _CACHE.name}
+_CACHE = tempfile.TemporaryDirectory()  # of datasets that tests read, and of profiles
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HOME": _CACHE.name, "COUNTERFLOW_CACHE": _CACHE.name}
 os.environ["TERMINAL_WIDTH"] = "200"
 import_module("typer.rich_utils")  # it reads that once, and some test may have another width by then
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from counterflow.errors import ConfigError
 from counterflow.planning import Cluster, Configuration, Model, Profile
 from counterflow.planning.inputs.cluster import Link
 from counterflow.planning.inputs.profile import LayerProfile
+from counterflow.planning.search.constraints import Constraints
+from counterflow.schedule.modes import Recompute
 
 torch.manual_seed(0)
 
@@ -158,10 +161,12 @@ def test_the_choice_is_said_once_and_the_profile_is_measured_once(
     assert first == again
     assert len([*cache.iterdir()]) == 1
     lines = [record.message for record in caplog.records if record.name == "counterflow.auto"]
-    assert lines == [first[2], first[2]]
-    assert lines[0].startswith(f'schedule="auto": {first[1]}')
-    for part in (" ms a step planned", " GiB; ", " of "):
-        assert part in lines[0]
+    assert lines == [lines[0], first[2], first[2]]
+    assert lines[0].startswith('schedule="auto": measuring 3 of 6 layers on 2 workers, once')
+    assert str(cache) in lines[0]
+    assert lines[1].startswith(f'schedule="auto": {first[1]}')
+    for part in (" ms a step planned", " GiB; second-best ", " of "):
+        assert part in lines[1]
 
 
 def test_an_unreadable_profile_is_measured_again(cache: Path) -> None:
@@ -195,12 +200,12 @@ def test_sizes_of_micro_batches_divide_the_mini_batch() -> None:
     assert sizes_of(7, 2) == [1]
 
 
-def test_a_planned_step_is_the_simulated_one() -> None:
-    """With the profile's seconds, free messages and no overheads, a plan's step is that of ``simulate``."""
+def _inputs(seconds: float = 1.0) -> tuple[Model, Profile, Cluster]:
+    """A model of four equal layers on two workers with free messages, without overheads."""
     layer = LayerProfile(
         samples=(1.0,),
-        forward_seconds=(1.0,),
-        backward_seconds=(2.0,),
+        forward_seconds=(seconds,),
+        backward_seconds=(2.0 * seconds,),
         saved_bytes=(1.0,),
         weights_bytes=0.0,
         output_bytes=0.0,
@@ -208,8 +213,33 @@ def test_a_planned_step_is_the_simulated_one() -> None:
     profile = Profile("own", "own", "2026-01-01", {"block": layer})
     link = Link(0.0, 0.0)
     cluster = Cluster("own", 1, 2, 1e9, link, link)
-    model = Model("own", ("block",) * 4, optimizer_states=0.0)
+    return Model("own", ("block",) * 4, optimizer_states=0.0), profile, cluster
+
+
+def test_a_planned_step_is_the_simulated_one() -> None:
+    """With the profile's seconds, free messages and no overheads, a plan's step is that of ``simulate``."""
+    model, profile, cluster = _inputs()
     configuration = Configuration.of("dapple", {"stages": 2, "micro_batches": 4}, replicas=1, samples=1)
     predicted = cf.predict(model, profile, cluster, configuration)
     simulated = cf.simulate("dapple(stages=2, micro_batches=4)", cf.Costs(forward=2.0, backward=4.0))
     assert predicted.step_seconds == pytest.approx(simulated.makespan)
+
+
+def test_of_plans_as_fast_the_simplest_is_taken() -> None:
+    """Chimera and ZB-V have fewer bubbles than 1F1B, but by less than the tolerance."""
+    limits = Constraints(depths=(2,), samples=(1,), recompute=(Recompute.NONE,))
+    schemes = "chimera", "dapple", "gpipe", "zb-v"
+    result = cf.plan(*_inputs(), 64, constraints=replace(limits, schemes=schemes))
+    fastest = result.of_schemes[0]
+    assert fastest.play.configuration.scheme != "dapple"
+    assert result.simplest(tolerance=0.0) is min(
+        (plan for plan in result.of_schemes if plan.seconds == fastest.seconds), key=lambda p: p.complexity
+    )
+    plan = result.simplest()
+    assert plan.play.configuration.scheme == "dapple"  # GPipe is as fast, and saves more
+    assert fastest.seconds < plan.seconds <= 1.02 * fastest.seconds
+    text = automatic.text_of(result)
+    assert text.startswith('schedule="auto": dapple(stages=2, micro_batches=64)')
+    assert text.endswith("(within 2% the simpler one is taken)")
+    slower = cf.plan(*_inputs(), 4, constraints=replace(limits, schemes=("dapple", "zb-v")))
+    assert slower.simplest() is slower.of_schemes[0]

@@ -11,25 +11,26 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
+from . import __version__
+from .drawing.time_units import bytes_text
 from .errors import ConfigError, CounterflowError
 from .execution import Execution
 from .measure.layer_chain import LayerChain
-from .measure.layer_times import Subject, same
+from .measure.layer_times import Subject
 from .measure.machine import device_name
 from .measure.model_profile import INPUTS, Description, Measurement, measurement_of
 from .measure.survey import survey_of_workers
 from .measure.user_model import RepeatedSamples
 from .planning.inputs import input_files
+from .planning.prediction import Parts
 from .planning.search.constraints import Constraints
 from .planning.search.search import search
-from .planning.search.search_result import Plan, SearchResult
-from .planning.why import why
+from .planning.search.search_result import TOLERANCE, Plan, SearchResult
 from .runtime.mini_batch.samples import samples_in
 from .runtime.parameters.optimizers import Parameters
 from .runtime.pipeline import AUTO, CHOOSERS, Pipeline, ScheduleChoice, ScheduleRequest
@@ -45,8 +46,10 @@ CACHE = "COUNTERFLOW_CACHE"
 """Environment variable with the folder of cached profiles."""
 
 REPEATS = 5
-_TIE = 1e-3
-"""Share of a step by which a second-best plan is slower, at least."""
+"""Number of measurements, of which the median counts."""
+
+_SHOWN = 0.005
+"""Share of a step from which a loss is named."""
 
 _SIZES = 3
 """Number of sizes of micro-batches that are measured."""
@@ -119,29 +122,41 @@ def _subject(request: ScheduleRequest, samples: int) -> Subject:
 
 def _measured(subject: Subject, sizes: list[int], transport: Transport) -> Measurement | None:
     """The profile, on the first worker; measured by all unless the first one has it."""
-    optimizer = type(
-        subject.optimizer(Parameters([("weight", torch.nn.Parameter(torch.zeros(1, 1)))]))
-    ).__name__
-    folder = _cache_folder(subject, sizes, optimizer, transport)
+    optimizer = subject.optimizer(Parameters([("weight", torch.nn.Parameter(torch.zeros(1, 1)))]))
+    chain = LayerChain.of(subject)
+    folder = _cache_folder(subject, chain, sizes, optimizer, transport)
     cached = _cached(folder) if transport.rank == 0 else None
     if transport.gather_objects(cached is not None)[0]:
         return cached
+    workers = transport.world_size
     if transport.rank == 0:
-        _LOG.info("measuring the model's layers; the profile will be in %s", folder)
-    survey = survey_of_workers(partial(same, subject), sizes, repeats=REPEATS)
-    measurement = measurement_of(survey, Description("model", optimizer, "cf.profile"), repeats=REPEATS)
+        _LOG.warning(
+            'schedule="auto": measuring %d of %d layers on %d worker%s, once; the profile is kept in %s',
+            *(len(chain.places), len(chain.kinds), workers, "s" * (workers > 1), folder),
+        )
+    survey = survey_of_workers(subject, chain, sizes, repeats=REPEATS)
+    description = Description("model", type(optimizer).__name__, "cf.profile")
+    measurement = measurement_of(survey, description, repeats=REPEATS)
     if transport.rank == 0:
         try:
             measurement.save(folder)
         except OSError as error:
-            _LOG.info("the profile is not cached: %s", error)
+            _LOG.warning('schedule="auto": the profile could not be kept: %s', error)
     return measurement
 
 
-def _cache_folder(subject: Subject, sizes: list[int], optimizer: str, transport: Transport) -> Path:
+def _cache_folder(
+    subject: Subject,
+    chain: LayerChain,
+    sizes: list[int],
+    optimizer: torch.optim.Optimizer,
+    transport: Transport,
+) -> Path:
+    switches = {name: value for name, value in optimizer.defaults.items() if isinstance(value, bool)}
     parts = (
-        LayerChain.of(subject).digest,
-        optimizer,
+        (__version__, torch.__version__),
+        (chain.digest, chain.input_bytes),
+        (type(optimizer).__name__, sorted(switches.items())),
         getattr(subject.loss, "__qualname__", type(subject.loss).__name__),
         sizes,
         subject.execution.agreed(),
@@ -180,22 +195,32 @@ def _planned(
         recompute=tuple(Recompute) if chosen is Recompute.NONE else (chosen,),
     )
     result = search(inputs.model, inputs.profile, inputs.cluster, samples, constraints, count=2)
-    return result.of_schemes[0].pipeline_options, text_of(result)
+    return result.simplest().pipeline_options, text_of(result)
 
 
 def text_of(result: SearchResult) -> str:
-    """The best plan in one line: its step, where that is lost, its memory, and the second-best scheme."""
-    best, reasons = result.of_schemes[0], why(result)
-    slower = [plan for plan in result.of_schemes if plan.seconds > (1 + _TIE) * best.seconds]
-    prediction = best.prediction
-    text = f'schedule="auto": {_named(best)}, {1e3 * best.seconds:.4g} ms a step planned'
-    if reasons.limit is not None:
-        share = getattr(reasons.parts, reasons.limit) / best.seconds
-        text += f" ({share:.0%} of it {reasons.limit})"
-    text += f", {max(prediction.peak_bytes) / 2**30:.3g} of {result.usable_bytes / 2**30:.3g} GiB"
-    if not slower:
-        return f"{text}; no other scheme is slower"
-    return f"{text}; second-best {_named(slower[0])}: {1e3 * slower[0].seconds:.4g} ms"
+    """The choice in one line: its step, where that is lost, its memory, and the second-best scheme."""
+    plan = result.simplest()
+    parts = plan.play.parts()
+    losses = {name: getattr(parts, name) for name in Parts.__slots__ if name != "compute"}
+    limit = max(losses, key=lambda name: losses[name])
+    text = f'schedule="auto": {_named(plan)}, {_milliseconds(plan)} a step planned'
+    if losses[limit] >= _SHOWN * plan.seconds:
+        text += f" ({losses[limit] / plan.seconds:.0%} of it {limit})"
+    peak = max(plan.prediction.peak_bytes)
+    text += f", {bytes_text(peak)} of {bytes_text(result.usable_bytes)}"
+    schemes = [second for second in result.of_schemes if second is not plan]
+    if not schemes:
+        return f"{text}; no other scheme is possible"
+    second = schemes[0]
+    text += f"; second-best {_named(second)}: {_milliseconds(second)}"
+    if second.seconds < plan.seconds:
+        text += f" (within {TOLERANCE:.0%} the simpler one is taken)"
+    return text
+
+
+def _milliseconds(plan: Plan) -> str:
+    return f"{1e3 * plan.seconds:.4g} ms"
 
 
 def _named(plan: Plan) -> str:

@@ -349,6 +349,7 @@ def test_checkpoints_are_those_of_the_trainer_without_a_pipeline(
     )
 
 
+@pytest.mark.timeout(900)  # seven runs: three minutes of a quiet machine, and over five of a busy one
 def test_features_in_two_stages_are_those_of_the_trainer(
     tmp_path: Path, plain: tuple[Path, Any], one_worker: tuple[Path, Any]
 ) -> None:

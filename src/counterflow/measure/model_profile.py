@@ -6,6 +6,7 @@ Invariant: nothing is guessed, and the files say how each number came about.
 from __future__ import annotations
 
 import datetime as dt
+import os
 import platform
 import statistics
 from collections.abc import Mapping, Sequence
@@ -69,7 +70,9 @@ class Measurement:
         paths = {name: Path(folder) / f"{name}.toml" for name in INPUTS}
         Path(folder).mkdir(parents=True, exist_ok=True)
         for name, path in paths.items():
-            path.write_text(input_files.dumps(getattr(self, name)), encoding="utf-8")
+            draft = path.with_name(f".{path.name}.{os.getpid()}")  # a reader never sees a part
+            draft.write_text(input_files.dumps(getattr(self, name)), encoding="utf-8")
+            draft.replace(path)
         return paths
 
 

@@ -23,7 +23,7 @@ from counterflow.runtime.workers.world import RankInfo, current_transport, rank_
 
 from .layer_chain import LayerChain
 from .layer_costs import assembled
-from .layer_times import AtLengths, AtSize, LayerTimer, LengthTimer, StepTimer, SubjectSource, timed
+from .layer_times import AtLengths, AtSize, LayerTimer, LengthTimer, StepTimer, Subject, SubjectSource, timed
 from .links import Travel, measure_links
 from .machine import cores
 from .measuring_progress import Progress, reported
@@ -115,18 +115,19 @@ def survey(
     return Survey(device, nodes, here, threads, by_size, chain, layers, *steps, inside, between, lengths)
 
 
-def survey_of_workers(source: SubjectSource, sizes: Sequence[int], *, repeats: int) -> Survey:
+def survey_of_workers(subject: Subject, chain: LayerChain, sizes: Sequence[int], *, repeats: int) -> Survey:
     """Measure a model's layers and links on the workers that run; all of them call it.
 
     Args:
-        source: function that makes the subject of the measurement.
+        subject: subject of the measurement.
+        chain: its layers that are measured.
         sizes: samples of a micro-batch, ascending.
         repeats: number of measurements, of which the median counts.
     """
     transport, placed = current_transport(), rank_info()
     nodes = 1 if placed is None else placed.machines
     here = transport.world_size // nodes
-    measured = _measured(source, sizes, repeats, None, pairs=_pairs(here, nodes))
+    measured = _measured(lambda: subject, sizes, repeats, None, pairs=_pairs(here, nodes), chain=chain)
     chain, layers, by_size, lengths, steps, links = measured
     return Survey(
         *(transport.device.type, nodes, here, torch.get_num_threads(), by_size, chain, layers, *steps),
@@ -160,6 +161,7 @@ def _measured(
     done: Path | None,
     *,
     pairs: Sequence[tuple[int, int]],
+    chain: LayerChain | None = None,
 ) -> tuple[LayerChain, Profile, list[AtSize], AtLengths | None, tuple[float, float], list[_Travels]]:
     """Run all measurements on a worker: layers at all sizes and at some lengths, steps, and links.
 
@@ -169,6 +171,7 @@ def _measured(
         repeats: number of measurements.
         done: file that gets a byte whenever a part is done; None: no file.
         pairs: ranks between which links are measured.
+        chain: the layers that are measured; None: those of the subject.
     """
 
     def finished(what: Any) -> Any:
@@ -178,7 +181,7 @@ def _measured(
         return what
 
     model = source()
-    chain = LayerChain.of(model)
+    chain = chain or LayerChain.of(model)
     subject = chain.subject(model)
     by_size = [finished(timed(LayerTimer, subject, size, repeats)) for size in sizes]
     lengths = finished(timed(LengthTimer, subject, sizes[0], repeats))

@@ -123,12 +123,17 @@ class Pipeline(PipelineStates, PipelineProperties):
     ) -> None:
         execution, batching = records(execution, batching, options, PARAMETERS)
         self.choice: str | None = None
-        """What ``schedule="auto"`` chose, in words; None: the schedule was given."""
+        """Choice of ``schedule="auto"``, in words; None for another schedule."""
         if isinstance(schedule, str) and schedule == AUTO:
             if AUTO not in CHOOSERS:
                 raise ConfigError('schedule="auto" is that of counterflow.Pipeline: import it from there')
+            if isinstance(transport, Transport):
+                raise ConfigError(
+                    'schedule="auto" measures on the transport of the launch; leave out transport, or name '
+                    "the schedule"
+                )
             transport = current_transport(
-                transport if isinstance(transport, str) else None,
+                transport,
                 device=device,
                 timeout_seconds=execution.timeout_seconds,
                 alone=True,

@@ -54,7 +54,7 @@ class PipelineTrainerMixin(Checkpoints):
 
     Attributes:
         pipeline: the pipeline; None until it is needed.
-        choice: what ``schedule="auto"`` chose, with its ``text``; None: the schedule was given.
+        choice: choice of ``schedule="auto"``, with its ``text``; None for another schedule.
         has_fused_head: whether the model's head was TRL's, which returns no logits.
 
     Raises:

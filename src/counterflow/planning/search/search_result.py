@@ -11,12 +11,16 @@ from typing import Any
 
 from counterflow.common.html import titled
 from counterflow.schedule import registry
+from counterflow.schedule.ir import OpKind
 from counterflow.schedule.modes import Recompute, Sync
 
 from ..inputs.cluster import Cluster
 from ..play import Play
 from ..prediction import Configuration, Prediction, ranking
 from .space import Omission
+
+TOLERANCE = 0.02
+"""Share of a step within which plans count as equally fast: planned steps miss measured ones by more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,18 @@ class Plan:
         if plan.zero_stage:
             options["zero_stage"] = plan.zero_stage
         return options
+
+    @property
+    def complexity(self) -> tuple[int, int, bool, int, float]:
+        """Copies of the weights, stages, split backwards, recomputation, and memory: less is simpler."""
+        schedule = self.play.schedule
+        return (
+            schedule.pipes,
+            schedule.stages,
+            any(op.kind is OpKind.INPUT_GRADIENT for op in schedule.ops()),
+            [*Recompute].index(self.play.configuration.recompute),
+            max(worker.total for worker in self.play.memory),
+        )
 
 
 def _text(plan: Configuration) -> str:
@@ -140,6 +156,20 @@ class SearchResult:
     in_more_memory: Plan | None
     mini_batch: int
     usable_bytes: float
+
+    def simplest(self, tolerance: float = TOLERANCE) -> Plan:
+        """The simplest of the plans of all schemes that are as fast as the best.
+
+        Fewer copies of the weights are simpler, then fewer stages, complete backwards, no recomputation, and
+        less memory.
+
+        Args:
+            tolerance: share of the best step by which a plan may be slower.
+        """
+        limit = (1 + tolerance) * self.of_schemes[0].seconds
+        return min(
+            (plan for plan in self.of_schemes if plan.seconds <= limit), key=lambda plan: plan.complexity
+        )
 
     def _repr_html_(self) -> str:
         plans = [plan.play.prediction() for plan in self.of_schemes]
