@@ -32,6 +32,7 @@ PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").g
 COMMANDS = [
     "compare",
     "layout",
+    "lint",
     "mesh",
     "convert",
     *("train", "schemes", "simulate", "profile", "plan", "check", "show", "export", "verify", "reproduce"),

@@ -86,6 +86,11 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "export chimera --stages 4 --micro-batches 8 --out edited.json",
         "check edited.json --json",
     ),
+    "lint": (
+        "export interleaved --workers 4 --chunks 2 --micro-batches 8 --out mine.json",
+        "lint mine.json",
+        "lint mine.json --communicators pair --rule eager --rule blocking --json",
+    ),
     "show": (
         "show chimera --stages 4 --micro-batches 8",
         "show chimera --stages 8 --micro-batches 16 --out chimera.svg --memory",

@@ -12,6 +12,7 @@ from __future__ import annotations
 from counterflow.common.json_models import Result, sections
 from counterflow.integrations.conversion import ConvertedShown
 from counterflow.integrations.torchtitan.job_config import TranslatedShown
+from counterflow.lint.lint_report import Linted
 from counterflow.measure.health import Doctor
 from counterflow.papers.reproduction_report import FigureShown, FiguresShown, Reproducible, TableShown
 from counterflow.planning.comparison_report import ComparisonShown, SweepShown
@@ -28,7 +29,7 @@ from counterflow.verification.verification_report import Verified
 
 COMMANDS: tuple[type[Result], ...] = (
     *(Simulated, Synthesized, ComparisonShown, SweepShown, Checked, Verified, Schemes, Planned, Examples),
-    *(LayoutShown, TranslatedShown),
+    *(LayoutShown, TranslatedShown, Linted),
     *(Profiled, Trained, Prepared, MeshShown, ConfigKeys, ConvertedShown, Doctor),
     *(Reproducible, TableShown, FigureShown, FiguresShown),
 )
