@@ -91,13 +91,13 @@ def _batches(lists: CallLists, rank: int, head: int, awaited: int) -> Iterator[C
         parts=first.parts + second.parts,
         needs=tuple(sorted({*first.needs, *second.needs} - {first.number, second.number})),
     )
-    for kept in (head, awaited) if awaited > head + 1 else (head,):
+    for place in (head, awaited) if awaited > head + 1 else (head,):
         steps = [
-            batch if position == kept else _with_need(step, second.number, first.number)
+            batch if position == place else _with_need(step, second.number, first.number)
             for position, step in enumerate(row)
-            if position == kept or position not in (head, awaited)
+            if position == place or position not in (head, awaited)
         ]
-        after = "" if kept == head else f", at the place of {second.label}"
+        after = "" if place == head else f", at the place of {second.label}"
         text = f"rank {rank}: batch {first.label} and {second.label}{after}"
         yield Change(text, lists.with_row(rank, tuple(steps)))
 
