@@ -16,6 +16,7 @@ import counterflow as cf
 from counterflow import automatic
 from counterflow.automatic import sizes_of
 from counterflow.errors import ConfigError
+from counterflow.measure import profile_cache
 from counterflow.planning import Cluster, Configuration, Model, Profile
 from counterflow.planning.inputs.cluster import Link
 from counterflow.planning.inputs.profile import LayerProfile
@@ -130,8 +131,8 @@ def _alone(kind: str, micro_batches: int) -> list[float]:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(automatic.CACHE, str(tmp_path))
-    monkeypatch.setattr(automatic, "REPEATS", 1)
+    monkeypatch.setenv(profile_cache.CACHE, str(tmp_path))
+    monkeypatch.setattr(profile_cache, "REPEATS", 1)
     return tmp_path / "profiles"
 
 
@@ -162,7 +163,7 @@ def test_the_choice_is_said_once_and_the_profile_is_measured_once(
     assert len([*cache.iterdir()]) == 1
     lines = [record.message for record in caplog.records if record.name == "counterflow.auto"]
     assert lines == [lines[0], first[2], first[2]]
-    assert lines[0].startswith('schedule="auto": measuring 3 of 6 layers on 2 workers, once')
+    assert lines[0].startswith("measuring 3 of 6 layers on 2 workers, once")
     assert str(cache) in lines[0]
     assert lines[1].startswith(f'schedule="auto": {first[1]}')
     for part in (" ms a step planned", " GiB; second-best ", " of "):
@@ -243,3 +244,22 @@ def test_of_plans_as_fast_the_simplest_is_taken() -> None:
     assert text.endswith("(within 2% the simpler one is taken)")
     slower = cf.plan(*_inputs(), 4, constraints=replace(limits, schemes=("dapple", "zb-v")))
     assert slower.simplest() is slower.of_schemes[0]
+
+
+def test_a_module_is_planned_from_its_loss_and_example(cache: Path) -> None:
+    model, loss, inputs, targets = _model("moe")
+    result = cf.plan(model, loss=loss, example=(inputs, targets), depths=(1,))
+    assert result.mini_batch == 4
+    assert len(result.best[0].play.inputs.model.layers) == 6
+    assert len([*cache.iterdir()]) == 1
+    again = cf.plan(model, loss=loss, example=(inputs, targets), depths=(1,), mini_batch=8)
+    assert again.mini_batch == 8
+    assert again.best[0].play.inputs.profile == result.best[0].play.inputs.profile  # measured once
+    for wrong, message in (
+        ({"model": model}, "needs loss and example"),
+        ({"model": model, "loss": loss, "example": "hanayo-bert64"}, "needs loss and example"),
+        ({"model": model, "profile": "a.toml"}, "profile: given in addition to a module"),
+        ({"loss": loss, "example": "hanayo-bert64"}, "are for a module; leave them out"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            cf.plan(**wrong)

@@ -1,52 +1,37 @@
 """``schedule="auto"``: measure the model on its workers, plan within their memory, and say what was chosen.
 
-The profile is cached by a digest of model, machine and sizes, in ``$COUNTERFLOW_CACHE`` or
-``~/.cache/counterflow``. It is the mechanism of ``Pipeline`` and of the trainers of transformers.
+It is the mechanism of ``Pipeline``, of the trainers of transformers, and of ``counterflow train``.
 
 Invariant: all workers choose the same schedule, as the first one plans; what is trained is not changed.
 """
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import os
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 
-from . import __version__
 from .drawing.time_units import bytes_text
 from .errors import ConfigError, CounterflowError
 from .execution import Execution
+from .measure import profile_cache
 from .measure.layer_chain import LayerChain
 from .measure.layer_times import Subject
-from .measure.machine import device_name
-from .measure.model_profile import INPUTS, Description, Measurement, measurement_of
+from .measure.model_profile import Description, Measurement, measurement_of
 from .measure.survey import survey_of_workers
 from .measure.user_model import RepeatedSamples
-from .planning.inputs import input_files
 from .planning.prediction import Parts
 from .planning.search.constraints import Constraints
 from .planning.search.search import search
 from .planning.search.search_result import TOLERANCE, Plan, SearchResult
 from .runtime.mini_batch.samples import samples_in
-from .runtime.parameters.optimizers import Parameters
 from .runtime.pipeline import AUTO, CHOOSERS, Pipeline, ScheduleChoice, ScheduleRequest
 from .runtime.transport.base import Transport
 from .schedule.modes import Recompute
 from .schedule.registry import schedule_of
 
-__all__ = ["CACHE", "Pipeline", "choose", "sizes_of", "survey_of_workers", "text_of"]
-
-_LOG = logging.getLogger("counterflow.auto")
-
-CACHE = "COUNTERFLOW_CACHE"
-"""Environment variable with the folder of cached profiles."""
-
-REPEATS = 5
-"""Number of measurements, of which the median counts."""
+__all__ = ["Pipeline", "choose", "planned", "sizes_of", "survey_of_workers", "text_of"]
 
 _SHOWN = 0.005
 """Share of a step from which a loss is named."""
@@ -71,9 +56,9 @@ def choose(request: ScheduleRequest, transport: Transport) -> ScheduleChoice:
     if transport.rank == 0:
         assert planner_inputs is not None
         try:
-            answer = _planned(
-                planner_inputs, samples * (transport.world_size // workers), sizes, workers, request.execution
-            )
+            mini_batch = samples * (transport.world_size // workers)
+            result = planned(planner_inputs, mini_batch, sizes, workers, request.execution)
+            answer = result.simplest().pipeline_options, text_of(result)
         except CounterflowError as error:
             answer = str(error)
     options = transport.gather_objects(answer)[0]
@@ -81,7 +66,7 @@ def choose(request: ScheduleRequest, transport: Transport) -> ScheduleChoice:
         raise ConfigError(f'schedule="auto": {options}')
     (plan, text) = cast("tuple[dict[str, Any], str]", options)
     if transport.rank == 0:
-        _LOG.warning("%s", text)  # the level that is shown unless logging is set up
+        profile_cache.LOG.warning("%s", text)  # the level that is shown unless logging is set up
     execution = request.execution.but(recompute=plan.get("recompute", Recompute.NONE))
     return ScheduleChoice(schedule_of(plan["schedule"], {}), tuple(plan["cuts"]), execution, text)
 
@@ -122,80 +107,54 @@ def _subject(request: ScheduleRequest, samples: int) -> Subject:
 
 def _measured(subject: Subject, sizes: list[int], transport: Transport) -> Measurement | None:
     """The profile, on the first worker; measured by all unless the first one has it."""
-    optimizer = subject.optimizer(Parameters([("weight", torch.nn.Parameter(torch.zeros(1, 1)))]))
-    chain = LayerChain.of(subject)
-    folder = _cache_folder(subject, chain, sizes, optimizer, transport)
-    cached = _cached(folder) if transport.rank == 0 else None
+    chain, workers = LayerChain.of(subject), transport.world_size
+    folder = profile_cache.folder_of(
+        *(subject, chain, sizes),
+        transport=transport.kind.name,
+        workers=workers,
+        device=transport.device.type,
+        threads=torch.get_num_threads(),
+    )
+    first = transport.rank == 0
+    cached = profile_cache.read(folder) if first else None
     if transport.gather_objects(cached is not None)[0]:
         return cached
-    workers = transport.world_size
-    if transport.rank == 0:
-        _LOG.warning(
-            'schedule="auto": measuring %d of %d layers on %d worker%s, once; the profile is kept in %s',
-            *(len(chain.places), len(chain.kinds), workers, "s" * (workers > 1), folder),
-        )
-    survey = survey_of_workers(subject, chain, sizes, repeats=REPEATS)
-    description = Description("model", type(optimizer).__name__, "cf.profile")
-    measurement = measurement_of(survey, description, repeats=REPEATS)
-    if transport.rank == 0:
-        try:
-            measurement.save(folder)
-        except OSError as error:
-            _LOG.warning('schedule="auto": the profile could not be kept: %s', error)
+    if first:
+        profile_cache.announce(chain, workers, folder)
+    survey = survey_of_workers(subject, chain, sizes, repeats=profile_cache.REPEATS)
+    optimizer = type(profile_cache.optimizer_of(subject)).__name__
+    description = Description("model", optimizer, "cf.profile")
+    measurement = measurement_of(survey, description, repeats=profile_cache.REPEATS)
+    if first:
+        profile_cache.write(measurement, folder)
     return measurement
 
 
-def _cache_folder(
-    subject: Subject,
-    chain: LayerChain,
-    sizes: list[int],
-    optimizer: torch.optim.Optimizer,
-    transport: Transport,
-) -> Path:
-    switches = {name: value for name, value in optimizer.defaults.items() if isinstance(value, bool)}
-    parts = (
-        (__version__, torch.__version__),
-        (chain.digest, chain.input_bytes),
-        (type(optimizer).__name__, sorted(switches.items())),
-        getattr(subject.loss, "__qualname__", type(subject.loss).__name__),
-        sizes,
-        subject.execution.agreed(),
-        (transport.kind, transport.world_size),
-        device_name(transport.device.type, torch.get_num_threads()),
-    )
-    digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-    root = os.environ.get(CACHE)
-    return (Path(root) if root else Path.home() / ".cache" / "counterflow") / "profiles" / digest
+def planned(
+    inputs: Measurement, samples: int, sizes: Sequence[int], workers: int, execution: Execution
+) -> SearchResult:
+    """The plans of one pipeline over some workers, with the micro-batches that were measured.
 
+    Args:
+        inputs: the measured model.
+        samples: samples of a mini-batch, over all replicas.
+        sizes: samples of the measured micro-batches.
+        workers: number of workers of a pipeline.
+        execution: options of the run; recomputation that is none may be planned.
 
-def _cached(folder: Path) -> Measurement | None:
-    model, profile, cluster = (folder / f"{name}.toml" for name in INPUTS)
-    try:
-        return Measurement(
-            input_files.load_model(model),
-            input_files.load_profile(profile),
-            input_files.load_cluster(cluster),
-            (),
-            (),
-        )
-    except (OSError, ConfigError):
-        return None
-
-
-def _planned(
-    inputs: Measurement, samples: int, sizes: list[int], workers: int, execution: Execution
-) -> tuple[dict[str, Any], str]:
+    Raises:
+        PlanError: nothing fits into the workers' memory.
+    """
     chosen = execution.recompute
     constraints = Constraints(
         depths=(workers,),
         samples=tuple(sizes),
         slices=(1,),
-        zero_stages=(0,),
+        zero_stages=(execution.zero_stage,),
         sync=(execution.sync,),
         recompute=tuple(Recompute) if chosen is Recompute.NONE else (chosen,),
     )
-    result = search(inputs.model, inputs.profile, inputs.cluster, samples, constraints, count=2)
-    return result.simplest().pipeline_options, text_of(result)
+    return search(inputs.model, inputs.profile, inputs.cluster, samples, constraints, count=2)
 
 
 def text_of(result: SearchResult) -> str:

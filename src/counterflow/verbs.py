@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from .errors import ConfigError
 from .execution import Execution
@@ -37,14 +37,19 @@ if TYPE_CHECKING:
     from .training.training_report import RunResult
     from .verification.training_agreement import MiniBatches, TrainingAgreement
 
+_SIZES = (1, 2, 4, 8)
+"""Default samples of the measured micro-batches."""
+
 
 def plan(
-    model: Model | Measurement | Path | str | None = None,
+    model: Model | Measurement | nn.Module | Sequence[nn.Module] | Path | str | None = None,
     profile: Profile | Path | str | None = None,
     cluster: Cluster | Path | str | None = None,
     mini_batch: int | None = None,
     *,
-    example: str | None = None,
+    example: str | tuple[Any, Any] | None = None,
+    loss: Callable[[Any, Any], Any] | None = None,
+    optimizer: MakeOptimizer | None = None,
     constraints: Constraints | None = None,
     count: int = 10,
     progress: Progress | None = None,
@@ -54,11 +59,16 @@ def plan(
 
     Args:
         model: what is trained, as a record or a TOML file; or the result of ``profile``, with which profile
-            and cluster are given, too.
+            and cluster are given, too. A module or a list of layers is measured as ``profile`` measures it,
+            on as many workers as this machine has, or as the one in ``depths``; once, since the profile is
+            kept.
         profile: costs of its layers on a device, as a record or a TOML file.
         cluster: the devices and their links, as a record or a TOML file.
-        mini_batch: samples of one update, over all replicas.
-        example: a paper's run by its name (``counterflow plan --list``), in place of what is not given.
+        mini_batch: samples of one update, over all replicas; of a module by default those of its example.
+        example: a paper's run by its name (``counterflow plan --list``), in place of what is not given; for a
+            module a mini-batch, inputs and targets.
+        loss: loss function of a module, as of ``profile``.
+        optimizer: function that makes the optimizer of a module; None: AdamW.
         constraints: constraints on a plan.
         count: how many of the best plans are returned, 1 or more.
         progress: called with candidates decided, candidates in all, and the current activity.
@@ -75,11 +85,25 @@ def plan(
     >>> found.best[0].play.configuration.scheme
     'chimera'
     """
+    if constraints is not None and limits:
+        raise ConfigError(f"{', '.join(limits)}: given in addition to constraints; put them into the record")
+    if _is_module(model):
+        if profile is not None:
+            raise ConfigError("profile: given in addition to a module, which is measured; leave it out")
+        if loss is None or not isinstance(example, tuple):
+            raise ConfigError("plan needs loss and example=(inputs, targets) to measure a module; give both")
+        depths = limits.get("depths") if constraints is None else constraints.depths
+        workers = depths[0] if depths is not None and len(depths) == 1 else None
+        model, samples = _measured(cast("Any", model), loss, example, optimizer, workers)
+        mini_batch, example = mini_batch or samples, None
+    elif loss is not None or optimizer is not None or isinstance(example, tuple):
+        raise ConfigError("loss, optimizer and example=(inputs, targets) are for a module; leave them out")
     if model is not None and not isinstance(model, Model | Path | str):
         if profile is not None:
             raise ConfigError("profile: given in addition to a measurement, which has one; leave it out")
-        profile, cluster = model.profile, cluster or model.cluster
-        model = model.model
+        measurement = cast("Measurement", model)
+        profile, cluster = measurement.profile, cluster or measurement.cluster
+        model = measurement.model
     options = {
         "model": _record(model, input_files.load_model),
         "profile": _record(profile, input_files.load_profile),
@@ -91,8 +115,6 @@ def plan(
         {name: value for name, value in options.items() if value is not None},
         lambda missing: f"plan needs {', '.join(missing)}; give these, or the name of an example",
     )
-    if constraints is not None and limits:
-        raise ConfigError(f"{', '.join(limits)}: given in addition to constraints; put them into the record")
     if unknown := limits.keys() - set(Constraints.__dataclass_fields__):
         known = ", ".join(Constraints.__dataclass_fields__)
         raise ConfigError(f"{min(unknown)}: unknown limit; plan accepts {known}")
@@ -104,6 +126,28 @@ def plan(
     )
 
 
+def _is_module(model: object) -> bool:
+    return isinstance(model, list | tuple) or hasattr(model, "parameters")
+
+
+def _measured(
+    model: nn.Module | Sequence[nn.Module],
+    loss: Callable[[Any, Any], Any],
+    example: tuple[Any, Any],
+    optimizer: MakeOptimizer | None,
+    workers: int | None,
+) -> tuple[Measurement, int]:
+    """The cached profile of a module, and the samples of its example."""
+    from .measure.model_profile import Description  # noqa: PLC0415 - torch takes seconds
+    from .measure.profile_cache import measure_once  # noqa: PLC0415
+    from .measure.user_model import DEFAULT_OPTIMIZER, UserModel  # noqa: PLC0415
+
+    source = UserModel(model, loss, example, optimizer or DEFAULT_OPTIMIZER)
+    description = Description(type(model).__name__, source.optimizer_name, "cf.profile")
+    sizes = [size for size in _SIZES if size <= source.samples]
+    return measure_once(source, description, sizes, workers=workers), source.samples
+
+
 def profile(
     model: nn.Module | Sequence[nn.Module],
     loss: Callable[[Any, Any], Any],
@@ -111,7 +155,7 @@ def profile(
     example: tuple[Any, Any],
     optimizer: MakeOptimizer | None = None,
     list_layers: Callable[[nn.Module], Sequence[nn.Module]] | None = None,
-    sizes: Sequence[int] = (1, 2, 4, 8),
+    sizes: Sequence[int] = _SIZES,
     workers: int | None = None,
     threads: int | None = None,
     repeats: int = 5,

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from counterflow.errors import ConfigError
 from counterflow.planning.inputs import input_files
@@ -60,6 +60,22 @@ class Measurement:
     messages: tuple[Travel, ...]
     allreduces: tuple[Travel, ...]
     between: tuple[tuple[Travel, ...], tuple[Travel, ...]] = ((), ())
+
+    @classmethod
+    def load(cls, folder: Path | str) -> Self:
+        """The measurement that ``save`` wrote, without its messages and all-reduces.
+
+        Raises:
+            ConfigError: a file is damaged, or missing.
+        """
+        model, profile, cluster = (Path(folder) / f"{name}.toml" for name in INPUTS)
+        return cls(
+            input_files.load_model(model),
+            input_files.load_profile(profile),
+            input_files.load_cluster(cluster),
+            messages=(),
+            allreduces=(),
+        )
 
     def save(self, folder: Path | str) -> dict[str, Path]:
         """Write ``model.toml``, ``profile.toml`` and ``cluster.toml`` into a folder, made if it is not there.

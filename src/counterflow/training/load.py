@@ -94,6 +94,9 @@ class _Layers:
         self.drop("schedule", "file")
         below = self.values.get("schedule")
         known = registry.find(str(name))
+        if isinstance(below, dict) and name == AUTO != below.get("scheme"):
+            workers = [below[key] for key in DEPTH if key in below]
+            self.values["schedule"] = {DEPTH[1]: workers[0]} if workers else {}  # all others are planned
         if isinstance(below, dict) and known is not None and below.get("scheme", SCHEME) != name:
             for key, schemes in registry.options().items():
                 if known.name not in schemes and key in below:
@@ -112,8 +115,10 @@ class _Layers:
                 f"--workers {workers}: schedule.file = {toml.dumps(str(below['file']))} fixes the workers; "
                 "use only one of them"
             )
-        known = registry.find(str(below.get("scheme", SCHEME)))
-        self.put("schedule", known.depth if known else DEPTH[0], workers, "--workers: ")
+        scheme = str(below.get("scheme", SCHEME))
+        known = registry.find(scheme)
+        depth = known.depth if known else DEPTH[scheme == AUTO]
+        self.put("schedule", depth, workers, "--workers: ")
 
 
 def load_config(

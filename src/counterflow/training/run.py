@@ -23,6 +23,7 @@ from counterflow.measure.storage import ADVICE, storage_of
 from counterflow.runtime.workers import world
 from counterflow.runtime.workers.launch import SendSignal, launch_watched
 
+from .automatic import with_plan
 from .callbacks import Callback, Callbacks, loggers
 from .config import RunConfig
 from .folder import RunFolder, folder_of
@@ -72,6 +73,7 @@ def run(
         KeyboardInterrupt: the run was stopped at once, or before the first step after a start or restart.
     """
     STOP.forget()
+    config = with_plan(config)
     launcher, attempt = world.started_by(), 0
     if launcher is None:
         _check_gpus(config)

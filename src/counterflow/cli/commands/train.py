@@ -138,13 +138,14 @@ def _list_keys(*, as_json: bool) -> None:
 def _prepare(config: RunConfig, *, as_json: bool) -> None:
     # GPUs are not checked: the run's may be on other machines.
     from counterflow.measure.machine import memory_bytes
+    from counterflow.training.automatic import with_plan
     from counterflow.training.folder import RunFolder
     from counterflow.training.job import prepare
     from counterflow.training.training_report import prepared
 
     from ..output.train_progress import introduction
 
-    job = prepare(config)
+    job = prepare(with_plan(config))
     if _rank():
         return
     rehearsal = job.rehearsal()

@@ -43,9 +43,13 @@ def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
     typer.echo(visible(text), err=err, nl=nl)
 
 
+_CHOICES = "counterflow.auto"
+"""Logger of what ``schedule="auto"`` measures and chooses."""
+
+
 class VisibleFormatter(logging.Formatter):
     """Formats messages of the library for a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line of a message, escaped."""
-        return visible(super().format(record))
+        """The line of a message, escaped; a choice that is reported is no warning, and has no level."""
+        return visible(record.getMessage() if record.name == _CHOICES else super().format(record))

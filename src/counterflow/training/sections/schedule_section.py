@@ -19,7 +19,7 @@ from counterflow.schedule.formats import loads
 from counterflow.schedule.ir import OptionValue, Schedule
 from counterflow.schedule.scheme import DEPTH, Option, OptionType
 
-from .keys import PATH, Key, PathKey, Section
+from .keys import AUTO, PATH, Key, PathKey, Section
 
 SCHEME = "chimera"
 """The scheme of the built-in example, and of any config that names none."""
@@ -27,17 +27,25 @@ SCHEME = "chimera"
 WORKERS = 4
 """Workers of the built-in example, and of any scheme without a depth."""
 
+_WORKERS = DEPTH[1]
+
+_UNPLANNED = "dapple"
+"""Scheme that stands for one that is not planned yet."""
+
 
 class ScheduleSection(Section):
     """The order of ops: a scheme with its options, or a schedule file, which fixes them.
 
-    The schemes' options are further keys, which the schemes' records define.
+    The schemes' options are further keys, which the schemes' records define. ``auto`` has one key, workers;
+    until it is planned its schedule is 1F1B of one micro-batch.
     """
 
     model_config = ConfigDict(extra="allow")
 
     scheme: str | None = option(
-        None, "a name, in quotes", description=f"name of the scheme; default: {SCHEME}"
+        None,
+        "a name, in quotes",
+        description=f"name of the scheme; {AUTO}: measured and planned; default: {SCHEME}",
     )
 
     file: PathKey | None = option(None, PATH)
@@ -72,6 +80,9 @@ class ScheduleSection(Section):
         keys.setdefault("scheme", SCHEME)
         if not isinstance(keys["scheme"], str):
             return data
+        if keys["scheme"] == AUTO:
+            keys.setdefault(_WORKERS, WORKERS)
+            return keys
         try:
             scheme = registry.scheme(keys["scheme"])
         except ConfigError as error:
@@ -104,7 +115,16 @@ class ScheduleSection(Section):
                 f"schedule.file = {toml.dumps(self.file)}: a file fixes the scheme and its options; "
                 f"leave out {', '.join(extra)}"
             )
+        if self.planned and (decided := [name for name in self.options() if name != _WORKERS]):
+            raise ConfigError(
+                f'schedule.scheme = "{AUTO}": decides schedule.{decided[0]}; leave it out, or name the scheme'
+            )
         return self
+
+    @property
+    def planned(self) -> bool:
+        """True if the schedule is planned when the run starts."""
+        return self.scheme == AUTO
 
     def options(self) -> dict[str, OptionValue]:
         """The scheme's options that have a value."""
@@ -120,8 +140,11 @@ class ScheduleSection(Section):
         """
         if self.file is None:
             assert self.scheme is not None
+            scheme, options = self.scheme, self.options()
+            if self.planned:
+                scheme, options = _UNPLANNED, {"stages": options[_WORKERS], "micro_batches": 1}
             try:
-                return registry.build(self.scheme, self.options())
+                return registry.build(scheme, options)
             except ConfigError as error:
                 raise ConfigError(_in_keys(str(error))) from None
         place = f"schedule.file = {toml.dumps(self.file)}"

@@ -1,0 +1,141 @@
+"""Profiles that are measured once: kept in a folder named by a digest of model, machine and sizes.
+
+The folder is in ``$COUNTERFLOW_CACHE`` or ``~/.cache/counterflow``, and contains the planner's three files.
+
+Invariant: what is read is complete, as a file appears when it is written; a damaged one is measured again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from counterflow.errors import ConfigError
+from counterflow.runtime.parameters.optimizers import Parameters
+from counterflow.runtime.transport.kinds import GLOO, NCCL
+
+from .layer_chain import LayerChain
+from .layer_times import Subject, SubjectSource
+from .machine import cores, device_name
+from .model_profile import Description, Measurement, measure_model
+
+CACHE = "COUNTERFLOW_CACHE"
+"""Environment variable with the folder of cached profiles."""
+
+LOG = logging.getLogger("counterflow.auto")
+
+_METHOD = 1
+"""Number of the way of measuring; another one makes kept profiles stale."""
+
+REPEATS = 5
+"""Number of measurements, of which the median counts."""
+
+
+def optimizer_of(subject: Subject) -> torch.optim.Optimizer:
+    """An optimizer of the subject, of one small weight."""
+    return subject.optimizer(Parameters([("weight", torch.nn.Parameter(torch.zeros(1, 1)))]))
+
+
+def folder_of(
+    subject: Subject,
+    chain: LayerChain,
+    sizes: Sequence[int],
+    *,
+    transport: str,
+    workers: int,
+    device: str,
+    threads: int,
+) -> Path:
+    """The folder of a subject's profile on this machine.
+
+    Args:
+        subject: subject of the measurement.
+        chain: its layers that are measured.
+        sizes: samples of the measured micro-batches.
+        transport: name of the transport.
+        workers: number of workers.
+        device: their device, cuda or cpu.
+        threads: threads of each.
+    """
+    optimizer = optimizer_of(subject)
+    switches = {name: value for name, value in optimizer.defaults.items() if isinstance(value, bool)}
+    parts = (
+        (_METHOD, torch.__version__),
+        (chain.digest, chain.input_bytes),
+        (type(optimizer).__name__, sorted(switches.items())),
+        getattr(subject.loss, "__qualname__", type(subject.loss).__name__),
+        [*sizes],
+        subject.execution.agreed(),
+        (transport, workers),
+        device_name(device, threads),
+    )
+    digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+    root = os.environ.get(CACHE)
+    return (Path(root) if root else Path.home() / ".cache" / "counterflow") / "profiles" / digest
+
+
+def read(folder: Path) -> Measurement | None:
+    """The measurement in a folder; None: there is none that can be read."""
+    try:
+        return Measurement.load(folder)
+    except (OSError, ConfigError):
+        return None
+
+
+def write(measurement: Measurement, folder: Path) -> None:
+    """Keep a measurement, if the folder can be written."""
+    try:
+        measurement.save(folder)
+    except OSError as error:
+        LOG.warning("the profile could not be kept: %s", error)
+
+
+def announce(chain: LayerChain, workers: int, folder: Path) -> None:
+    """Say that a measurement begins."""
+    LOG.warning(  # the level that is shown unless logging is set up
+        "measuring %d of %d layers on %d worker%s, once; the profile is kept in %s",
+        *(len(chain.places), len(chain.kinds), workers, "s" * (workers > 1), folder),
+    )
+
+
+def measure_once(
+    source: SubjectSource,
+    description: Description,
+    sizes: Sequence[int],
+    *,
+    workers: int | None = None,
+    threads: int | None = None,
+) -> Measurement:
+    """The cached profile of a model on workers of this machine; measured if there is none.
+
+    Args:
+        source: function that makes the subject; each worker calls it.
+        description: words about it.
+        sizes: samples of the measured micro-batches.
+        workers: number of workers; None: one per GPU, or one per core.
+        threads: threads of each worker; None: the cores divided by the workers.
+    """
+    subject, on_gpu = source(), torch.cuda.is_available()
+    workers = workers or (torch.cuda.device_count() if on_gpu else cores())
+    threads = threads or max(1, cores() // workers)
+    chain = LayerChain.of(subject)
+    folder = folder_of(
+        *(subject, chain, sizes),
+        transport=(NCCL if on_gpu else GLOO).name,
+        workers=workers,
+        device="cuda" if on_gpu else "cpu",
+        threads=threads,
+    )
+    measurement = read(folder)
+    if measurement is None:
+        announce(chain, workers, folder)
+        measurement = measure_model(
+            source, description, sizes=sizes, workers=workers, threads=threads, repeats=REPEATS
+        )
+        write(measurement, folder)
+    return measurement
