@@ -12,6 +12,7 @@ from counterflow.schedule.modes import Sync
 from counterflow.schedule.scheme_keywords import Sizes
 
 from .actions import Matching, Program
+from .communication.plan import CommunicationPlan
 from .lowering import NOTHING_SHARED, WITH_A_BARRIER, Ends, OpTimes, Shared, lower
 from .rules import RULES, CheckSubject, details, require
 
@@ -48,20 +49,27 @@ class Report:
         return titled("Right" if self.ok else "Wrong", table(("", "rule", "detail"), rows))
 
 
-def inspect(schedule: Schedule, *, program: Program | None = None, peak_limit: float | None = None) -> Report:
+def inspect(
+    schedule: Schedule,
+    *,
+    program: Program | None = None,
+    peak_limit: float | None = None,
+    plan: CommunicationPlan | None = None,
+) -> Report:
     """Check every rule on a schedule.
 
     Args:
         schedule: any schedule, however wrong.
         program: its action lists; default: lowered from the schedule.
         peak_limit: maximum forwards that a worker may stash, in (stage x micro-batch) units; None: no limit.
+        plan: the program's communication plan; default: made from the program.
 
     >>> from counterflow.schedule.schemes import chimera
     >>> inspect(chimera(stages=4, micro_batches=4)).ok
     True
     """
     results: dict[str, RuleResult] = {}
-    subject = CheckSubject(schedule, program, peak_limit)
+    subject = CheckSubject(schedule, program, peak_limit, plan=plan)
     for rule in RULES:
         broken = [name for name in rule.after if not results[name].ok]
         if not broken and rule.lowered and subject.program is None:

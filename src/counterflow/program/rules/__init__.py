@@ -22,6 +22,7 @@ from .order_rules import (
     recomputed_first,
     slices_in_order,
 )
+from .plan_rules import buffers
 from .subject import CheckSubject, Rule, details, require
 from .traffic import (
     computes,
@@ -93,6 +94,12 @@ DEADLOCK_HOLDING = Rule(
     lowered=True,
     error=DeadlockError,
 )
+BUFFERS = Rule(
+    "fewest receive buffers, each with one message at a time",
+    buffers,
+    (*_LOWERABLE, COMPUTES.name, MESSAGES.name),
+    lowered=True,
+)
 VERSIONS = Rule(
     "weight versions made once, and held while needed",
     held_versions,
@@ -125,6 +132,7 @@ RULES = (
     MESSAGES,
     POSTED,
     DEADLOCK_HOLDING,
+    BUFFERS,
     VERSIONS,
     SYNCS,
     SUMS,
@@ -134,6 +142,7 @@ RULES = (
 
 __all__ = [
     "AGREED",
+    "BUFFERS",
     "COMPLETE",
     "COMPUTES",
     "COMPUTES_PAIRS",

@@ -10,6 +10,7 @@ from counterflow.schedule.graph import OpGraph
 from counterflow.schedule.ir import Schedule
 
 from ..actions import Program
+from ..communication.plan import CommunicationPlan, communication_plan
 
 MOST_SHOWN = 5
 """Number of violations of a rule that are shown; the rest are counted."""
@@ -19,19 +20,27 @@ MOST_SHOWN = 5
 class CheckSubject:
     """The subject of a check: a schedule, its lowered program once it exists, and the user's limit.
 
-    ``graph`` is the schedule's graph, made when a rule first needs it.
+    ``graph`` is the schedule's graph and ``plan`` its communication plan, made when a rule first needs them.
     """
 
     schedule: Schedule
     program: Program | None = None
     peak_limit: float | None = None
     graph: OpGraph | None = None
+    plan: CommunicationPlan | None = None
 
     def needed_graph(self) -> OpGraph:
         """The schedule's graph, made at the first call."""
         if self.graph is None:
             self.graph = OpGraph(self.schedule)
         return self.graph
+
+    def needed_plan(self) -> CommunicationPlan:
+        """The program's communication plan, made at the first call."""
+        if self.plan is None:
+            assert self.program is not None
+            self.plan = communication_plan(self.program, self.needed_graph())
+        return self.plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ class InFlight:
         """Passes whose forward has run and whose last backward op has not."""
         self.ended: list[tuple[StagePass, Sequence[Tensor]]] = []
         """Passes to settle after the send and before the next op, and buffers to reuse then."""
-        self.messages = MessageQueue(transport, compression)
+        self.messages = MessageQueue(transport, compression, self.end_ops)
         self.once = StepConstants()
         self._slots = slots
         self._newest = 0

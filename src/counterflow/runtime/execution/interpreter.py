@@ -18,10 +18,12 @@ from counterflow.api.aux_loss import collecting
 from counterflow.common.tensors.torch_private import profiling
 from counterflow.errors import CounterflowError
 from counterflow.program.actions import Action, Compute, Program, Receive, Send
+from counterflow.program.communication.buffers import lifetimes
 from counterflow.program.shifts import shifted, shifted_op
 from counterflow.schedule.ir import Op, OpKind, Product, Schedule
 
 from ..messages.compression import Compression
+from ..messages.receive_slots import ReceiveSlots
 from ..mini_batch.batch import Batch
 from ..mini_batch.loss_output import LossFunction
 from ..stages.named_layer import place_of
@@ -140,6 +142,9 @@ class Interpreter:
                 RunPair([task for task in paired if isinstance(task, RunOp)], self._pair_thread),
                 *(PairedOp(task.action) for task in paired[1:]),
             ]
+        if self.schedule.synchronous:
+            receives = [task.envelope for task in tasks if isinstance(task, ReceiveTask)]
+            ReceiveSlots(lifetimes(program, self.worker), receives)
         prefix = next((i for i, task in enumerate(tasks) if not self._is_local(task.action)), len(tasks))
         return Tasks(tuple(tasks[:prefix]), tuple(tasks[prefix:]))
 

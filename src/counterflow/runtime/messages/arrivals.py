@@ -40,11 +40,12 @@ class PostedReceive:
         buffers, form = self.buffers, self.form
         if self.restore is not None:
             buffers = self.restore(buffers)
+        pooled = form.slot is None
         if count == 1 and len(buffers) == 1:
             tensor = buffers[0].detach()
             if as_leaves and form.specs[0][0].requires_grad:
                 tensor.requires_grad_()
-            return [(form.structures[0], [tensor], buffers)]
+            return [(form.structures[0], [tensor], buffers if pooled else NONE)]
         values: list[Received] = []
         at = 0
         for structure, specs in zip(form.structures, form.specs, strict=True):
@@ -55,7 +56,7 @@ class PostedReceive:
                 for tensor, spec in zip(tensors, specs, strict=True):
                     if spec.requires_grad:
                         tensor.requires_grad_()
-            values.append((structure, tensors, unit_buffers))
+            values.append((structure, tensors, unit_buffers if pooled else NONE))
         return values
 
     def take_gradient(self) -> tuple[list[Tensor | None], Sequence[Tensor]]:

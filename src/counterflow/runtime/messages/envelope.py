@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from counterflow.schedule.ir import SkipLink
 
@@ -28,6 +29,8 @@ class MessageForm:
         message: specs of the tensors that are sent.
         gradients: for gradients, the number of tensors that require one.
         missing: indices of those among them that have none.
+        slot: receive buffer by the communication plan; None: any of the pool.
+        slot_bytes: size of that buffer.
     """
 
     known: Shapes
@@ -37,6 +40,15 @@ class MessageForm:
     message: Sequence[TensorSpec]
     gradients: int = 0
     missing: frozenset[int] = frozenset()
+    slot: int | None = None
+    slot_bytes: int = 0
+
+
+class SlotAssigner(Protocol):
+    """Receive buffers of a list (``receive_slots.py``)."""
+
+    def assign(self, known: Shapes, compression: Compression | None) -> None:
+        """Set the forms of all envelopes of the list."""
 
 
 @dataclass(slots=True)
@@ -49,6 +61,8 @@ class Envelope:
         stage: stage of the op that makes the values, for errors.
         of: source and unit of each value.
         gradient: True for the gradients of these values, False for the values.
+        slots: receive buffers of its list; None: it is sent, or received in any buffer of the pool.
+        known_form: its form in the last mini-batch.
     """
 
     number: int
@@ -56,16 +70,23 @@ class Envelope:
     stage: int
     of: Sequence[Of]
     gradient: bool
-    _form: MessageForm | None = None
+    slots: SlotAssigner | None = None
+    known_form: MessageForm | None = None
 
     def form(self, known: Shapes, compression: Compression | None) -> MessageForm:
         """Shapes of the message in a mini-batch of ``known`` shapes."""
-        form = self._form
+        form = self.known_form
         if form is None or form.known is not known:
-            form = self._form = self._look_up(known, compression)
+            if self.slots is None:
+                self.known_form = self.look_up(known, compression)
+            else:
+                self.slots.assign(known, compression)
+            form = self.known_form
+            assert form is not None
         return form
 
-    def _look_up(self, known: Shapes, compression: Compression | None) -> MessageForm:
+    def look_up(self, known: Shapes, compression: Compression | None) -> MessageForm:
+        """Shapes of the message, without its buffer."""
         layouts = [known[of] for of in self.of]
         structures, specs = [layout.structure for layout in layouts], [layout.tensors for layout in layouts]
         gradients, missing = 0, frozenset[int]()

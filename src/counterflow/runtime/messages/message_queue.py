@@ -13,7 +13,7 @@ then on a message omits them, and any other missing gradient is an error: no mes
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from ..transport.base import Pending, Transport
 from .arrivals import PostedDescribed, PostedReceive, Received, note_missing
 from .compression import Compression
 from .envelope import Envelope, MessageForm
+from .slot_buffers import SlotBuffers
 from .values import NUMBER, BufferPool, Shapes, Structure, TensorSpec, described
 
 _Sized = tuple[Structure | None, int]
@@ -42,12 +43,20 @@ class MessageQueue:
     Args:
         transport: sends and receives the messages.
         compression: compresses messages; None: they are sent uncompressed.
+        end_ops: drops what the last op needed and no later one does, receive buffers among it.
     """
 
-    def __init__(self, transport: Transport, compression: Compression | None) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        compression: Compression | None,
+        end_ops: Callable[[], None] = lambda: None,
+    ) -> None:
         self.transport = transport
         self.compression = compression
+        self._end_ops = end_ops
         self._pool = BufferPool(transport.device)
+        self._slots = SlotBuffers(transport.device)
         self._arrivals: dict[int, PostedReceive | PostedDescribed] = {}
         self._outbox: dict[int, tuple[Sequence[Tensor | None], Sequence[_Sized]]] = {}
         self._waits = transport.device.type == "cpu"
@@ -144,7 +153,10 @@ class MessageQueue:
             arrival = PostedDescribed(described_, envelope, learnt)
         else:
             compression, form = self.compression, envelope.form(known, self.compression)
-            buffers = list(map(self._pool.take, form.message))
+            if form.slot is None:
+                buffers = list(map(self._pool.take, form.message))
+            else:
+                buffers = self._slots.take(form.slot, form.slot_bytes, form.message, self._end_ops)
             pending = self.transport.receive(buffers, envelope.peer, envelope.number)
             restore = None
             if compression is not None:

@@ -1,0 +1,73 @@
+"""Rules of the communication plan. They read only the lists and the plan, not the code that makes plans."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from counterflow.schedule.graph import OpGraph
+
+from ..actions import Compute, Receive, named
+from .subject import CheckSubject
+
+
+def buffers(subject: CheckSubject) -> Iterator[str]:
+    """Receives into a buffer that is in use, and workers with more buffers than messages in use at once."""
+    program, plan = subject.program, subject.needed_plan()
+    assert program is not None
+    graph = subject.needed_graph()
+    users = _users_by_receive(graph)
+    for worker, (actions, table) in enumerate(zip(program.actions, plan.buffers, strict=True)):
+        slots = iter(table.slots)
+        remaining: dict[Receive, int] = {}
+        """Number of ops that use each message in use and have not run."""
+        used_by: defaultdict[int, list[Receive]] = defaultdict(list)
+        contents: defaultdict[int, list[Receive]] = defaultdict(list)
+        most, node = 0, graph.first[worker]
+        for index, action in enumerate(actions):
+            if isinstance(action, Compute):
+                for receive in used_by[node]:
+                    remaining[receive] -= 1
+                    if not remaining[receive]:
+                        del remaining[receive]
+                node += 1
+            elif isinstance(action, Receive):
+                place, slot = f"worker {worker}, action {index}: {action}", next(slots, None)
+                if slot is None:
+                    yield f"{place} has no buffer"
+                    break
+                contents[slot] = [receive for receive in contents[slot] if receive in remaining]
+                for receive in contents[slot]:
+                    yield f"{place} uses buffer {slot}, which still contains {named(receive)}"
+                contents[slot].append(action)
+                for user in users[worker, action]:
+                    used_by[user].append(action)
+                remaining[action] = len(users[worker, action])
+                most = max(most, len(remaining))
+        count = len({*table.slots})
+        if count > most:
+            yield f"worker {worker}: {count} receive buffers, but at most {most} messages are in use at once"
+
+
+def _users_by_receive(graph: OpGraph) -> dict[tuple[int, Receive], set[int]]:
+    """For each worker and receive, the nodes that use the message or what was saved of it."""
+    further: defaultdict[int, list[int]] = defaultdict(list)
+    """For each node, the nodes of its stage that need it, except those of other slices."""
+    for node, needed in enumerate(graph.needs):
+        op = graph.ops[node]
+        for source in needed:
+            if graph.ops[source].stage == op.stage and graph.ops[source].kind is not op.kind:
+                further[source].append(node)
+    users: dict[tuple[int, Receive], set[int]] = {}
+    for source, target, skip in graph.messages:
+        reached, queue = set[int](), [target]
+        if skip is not None and skip.once:
+            pipe = graph.ops[target].pipe
+            queue = [n for n, op in enumerate(graph.ops) if (op.pipe, op.stage) == (pipe, skip.target)]
+        while queue:
+            node = queue.pop()
+            if node not in reached:
+                reached.add(node)
+                queue += further[node]
+        users[graph.worker[target], Receive(graph.ops[source], graph.worker[source], skip)] = reached
+    return users
