@@ -12,7 +12,7 @@ from counterflow.program import rules
 from counterflow.program.actions import Compute, Matching, Program, Receive
 from counterflow.program.checker import inspect
 from counterflow.program.communication.buffers import Lifetime, colour, lifetimes
-from counterflow.program.communication.plan import CommunicationPlan, communication_plan
+from counterflow.program.communication.plan import communication_plan
 from counterflow.program.lowering import lower, lower_evaluation
 from counterflow.program.rules import CheckSubject
 from counterflow.schedule import schemes
@@ -37,7 +37,7 @@ def wrong(program: Program, worker: int, slots: tuple[int, ...]) -> list[str]:
     plan = communication_plan(program)
     tables = [*plan.buffers]
     tables[worker] = replace(tables[worker], slots=slots)
-    subject = CheckSubject(program.schedule, program, plan=CommunicationPlan(tuple(tables)))
+    subject = CheckSubject(program.schedule, program, plan=replace(plan, buffers=tuple(tables)))
     return rules.details(rules.BUFFERS, subject).splitlines()
 
 
@@ -128,7 +128,7 @@ def test_a_wrong_table_breaks_only_its_rule() -> None:
     plan = communication_plan(program)
     slots = plan.buffers[1].slots
     table = replace(plan.buffers[1], slots=(slots[0],) * len(slots))
-    wrong_plan = CommunicationPlan((plan.buffers[0], table, plan.buffers[2]))
+    wrong_plan = replace(plan, buffers=(plan.buffers[0], table, plan.buffers[2]))
     report = inspect(program.schedule, program=program, plan=wrong_plan)
     assert [result.rule for result in report.results if not result.ok] == [rules.BUFFERS.name]
 
@@ -139,13 +139,13 @@ LIVES = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9), st.integers(1,
 @given(LIVES)
 def test_colours_of_drawn_lives(drawn: list[tuple[int, int, int]]) -> None:
     rows = sorted(drawn)
-    lives = [Lifetime(None, start, start + length) for start, length, _ in rows]  # type: ignore[arg-type]
+    lives = [Lifetime(None, start, start, start + length) for start, length, _ in rows]  # type: ignore[arg-type]
     kinds = [kind for _, _, kind in rows]
     table = colour(lives, kinds=kinds)
     most = 0
     for kind in {*kinds}:
         at = [
-            sum(k == kind and a <= x <= b for (_, a, b), k in zip(lives, kinds, strict=True))
+            sum(k == kind and a <= x <= b for (_, a, _, b), k in zip(lives, kinds, strict=True))
             for x in range(31)
         ]
         most += max(at)
@@ -160,10 +160,10 @@ def test_colours_of_drawn_lives(drawn: list[tuple[int, int, int]]) -> None:
 @given(LIVES)
 def test_each_message_fits_into_its_buffer(drawn: list[tuple[int, int, int]]) -> None:
     rows = sorted(drawn)
-    lives = [Lifetime(None, start, start + length) for start, length, _ in rows]  # type: ignore[arg-type]
+    lives = [Lifetime(None, start, start, start + length) for start, length, _ in rows]  # type: ignore[arg-type]
     sizes = [float(size) for _, _, size in rows]
     table = colour(lives, sizes)
-    live = [sum(z for (_, a, b), z in zip(lives, sizes, strict=True) if a <= x <= b) for x in range(31)]
+    live = [sum(z for (_, a, _, b), z in zip(lives, sizes, strict=True) if a <= x <= b) for x in range(31)]
     assert table.in_use == max(live) <= table.size
     assert table.peak is None or live[table.peak] == table.in_use
     for i, life in enumerate(lives):
@@ -176,7 +176,7 @@ def test_each_message_fits_into_its_buffer(drawn: list[tuple[int, int, int]]) ->
 
 
 def test_a_short_large_message_and_long_small_ones_need_no_more_than_is_in_use() -> None:
-    lives = [Lifetime(None, start, end) for start, end in ((0, 9), (1, 4), (2, 4), (6, 8))]  # type: ignore[arg-type]
+    lives = [Lifetime(None, start, start, end) for start, end in ((0, 9), (1, 4), (2, 4), (6, 8))]  # type: ignore[arg-type]
     table = colour(lives, (6.0, 6.0, 6.0, 8.0))
     assert table.size == table.in_use + 2 == 20
     assert sorted(table.sizes) == [6, 6, 8]

@@ -28,11 +28,13 @@ class Lifetime(NamedTuple):
     Attributes:
         receive: the receive that is posted.
         start: index of its action.
-        end: index of the action of the last op that uses the message.
+        needed: index of the action of the first op that uses the message.
+        end: index of the action of the last one.
     """
 
     receive: Receive
     start: int
+    needed: int
     end: int
 
 
@@ -71,9 +73,9 @@ def lifetimes(program: Program, worker: int, graph: OpGraph | None = None) -> tu
     >>> from counterflow.program.lowering import lower
     >>> from counterflow.schedule.schemes import dapple
     >>> for life in lifetimes(lower(dapple(stages=2, micro_batches=2)), 1):
-    ...     print(life.receive, life.start, life.end)
-    ReceiveActivation F0.0 from worker 0 0 3
-    ReceiveActivation F1.0 from worker 0 2 6
+    ...     print(life.receive, *life[1:])
+    ReceiveActivation F0.0 from worker 0 0 1 3
+    ReceiveActivation F1.0 from worker 0 2 5 6
     """
     graph = OpGraph(program.schedule) if graph is None else graph
     users = {
@@ -84,13 +86,20 @@ def lifetimes(program: Program, worker: int, graph: OpGraph | None = None) -> tu
     actions = program.actions[worker]
     ops: defaultdict[tuple[int, int, int], list[tuple[int, Op]]] = defaultdict(list)
     last: dict[int, int] = {}
+    computed: dict[Op, int] = {}
     for index, action in enumerate(actions):
         if isinstance(action, Compute):
+            computed[action.op] = index
             last[action.op.stage] = index
             for micro_batch in action.op.micro_batches:
                 ops[action.op.pipe, action.op.stage, micro_batch].append((index, action.op))
     return tuple(
-        Lifetime(action, index, _end(action, users, ops, last, sliced=program.schedule.workload.slices > 1))
+        Lifetime(
+            action,
+            index,
+            computed[users[action.output, action.skip]],
+            _end(action, users, ops, last, sliced=program.schedule.workload.slices > 1),
+        )
         for index, action in enumerate(actions)
         if isinstance(action, Receive)
     )
@@ -148,7 +157,7 @@ def _swept(lives: Sequence[Lifetime]) -> list[int]:
     free: deque[int] = deque()
     used: list[tuple[int, int]] = []
     slots: list[int] = []
-    for _, start, end in lives:
+    for _, start, _, end in lives:
         while used and used[0][0] < start:
             free.append(heappop(used)[1])
         slots.append(free.popleft() if free else len(used))
@@ -203,7 +212,7 @@ def _peak(lives: Sequence[Lifetime], sizes: Sequence[float]) -> tuple[int | None
     used: list[tuple[int, float]] = []
     in_use = most = 0.0
     peak = None
-    for (_, start, end), size in zip(lives, sizes, strict=True):
+    for (_, start, _, end), size in zip(lives, sizes, strict=True):
         while used and used[0][0] < start:
             in_use -= heappop(used)[1]
         heappush(used, (end, size))

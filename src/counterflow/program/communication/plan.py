@@ -6,12 +6,15 @@ Invariant: a plan is a pure function of the program. The checker proves it witho
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from counterflow.schedule.graph import OpGraph
 
-from ..actions import Program
-from .buffers import BufferTable, colour, lifetimes
+from ..actions import Action, Compute, Program
+from .buffers import BufferTable, Lifetime, colour, lifetimes
+from .links import Communicators, fewest_rounds, links_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +22,15 @@ class CommunicationPlan:
     """Plan of a program's messages.
 
     Attributes:
+        communicators: the communicators of its messages, and the rounds in which they are made.
         buffers: receive buffers of each worker, for messages of equal shapes.
+        ahead: for each worker and receive, number of ops that run between its posting and the op that needs
+            the message.
     """
 
+    communicators: Communicators
     buffers: tuple[BufferTable, ...]
+    ahead: tuple[tuple[int, ...], ...]
 
 
 def communication_plan(program: Program, graph: OpGraph | None = None) -> CommunicationPlan:
@@ -38,5 +46,14 @@ def communication_plan(program: Program, graph: OpGraph | None = None) -> Commun
     [2, 5, 4, 2]
     """
     graph = OpGraph(program.schedule) if graph is None else graph
-    workers = range(len(program.actions))
-    return CommunicationPlan(tuple(colour(lifetimes(program, worker, graph)) for worker in workers))
+    lives = [lifetimes(program, worker, graph) for worker in range(len(program.actions))]
+    return CommunicationPlan(
+        fewest_rounds(links_of(program)),
+        tuple(map(colour, lives)),
+        tuple(_ahead(actions, row) for actions, row in zip(program.actions, lives, strict=True)),
+    )
+
+
+def _ahead(actions: Sequence[Action], lives: Sequence[Lifetime]) -> tuple[int, ...]:
+    before = [*accumulate((isinstance(action, Compute) for action in actions), initial=0)]
+    return tuple(before[life.needed] - before[life.start] for life in lives)

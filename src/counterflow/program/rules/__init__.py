@@ -22,7 +22,7 @@ from .order_rules import (
     recomputed_first,
     slices_in_order,
 )
-from .plan_rules import buffers
+from .plan_rules import buffers, communicators
 from .subject import CheckSubject, Rule, details, require
 from .traffic import (
     computes,
@@ -100,6 +100,12 @@ BUFFERS = Rule(
     (*_LOWERABLE, COMPUTES.name, MESSAGES.name),
     lowered=True,
 )
+COMMUNICATORS = Rule(
+    "a communicator for each direction, made in the fewest rounds",
+    communicators,
+    (*_LOWERABLE, COMPUTES.name, MESSAGES.name),
+    lowered=True,
+)
 VERSIONS = Rule(
     "weight versions made once, and held while needed",
     held_versions,
@@ -133,6 +139,7 @@ RULES = (
     POSTED,
     DEADLOCK_HOLDING,
     BUFFERS,
+    COMMUNICATORS,
     VERSIONS,
     SYNCS,
     SUMS,
@@ -143,6 +150,7 @@ RULES = (
 __all__ = [
     "AGREED",
     "BUFFERS",
+    "COMMUNICATORS",
     "COMPLETE",
     "COMPUTES",
     "COMPUTES_PAIRS",

@@ -1,4 +1,7 @@
-"""Rules of the communication plan. They read only the lists and the plan, not the code that makes plans."""
+"""Rules of the communication plan, which read the lists and the plan, not the code that makes plans.
+
+Only where a plan claims that all colourings were searched, the search runs again.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ from collections.abc import Iterator
 
 from counterflow.schedule.graph import OpGraph
 
-from ..actions import Compute, Receive, named
+from ..actions import Compute, Receive, Send, named
+from ..communication.links import search
 from .subject import CheckSubject
 
 
@@ -47,6 +51,37 @@ def buffers(subject: CheckSubject) -> Iterator[str]:
         count = len({*table.slots})
         if count > most:
             yield f"worker {worker}: {count} receive buffers, but at most {most} messages are in use at once"
+
+
+def communicators(subject: CheckSubject) -> Iterator[str]:
+    """Links without a communicator, workers twice in a round, and more rounds than the plan proves."""
+    program, plan = subject.program, subject.needed_plan().communicators
+    assert program is not None
+    sends = enumerate(program.actions)
+    links = {(worker, a.peer) for worker, actions in sends for a in actions if isinstance(a, Send)}
+    round_of: dict[tuple[int, int], int] = {}
+    for number, row in enumerate(plan.rounds):
+        busy: dict[int, tuple[int, int]] = {}
+        for link in row:
+            place = f"round {number}: the communicator from worker {link[0]} to {link[1]}"
+            if link not in links:
+                yield f"{place}, which no message uses"
+            if link in round_of:
+                yield f"{place} exists since round {round_of[link]}"
+            round_of.setdefault(link, number)
+            for worker in link:
+                if worker in busy:
+                    yield f"{place} is made with worker {worker} at the same time as that of {busy[worker]}"
+                busy[worker] = link
+    for link in sorted(links - {*round_of}):
+        yield f"no round makes the communicator from worker {link[0]} to {link[1]}"
+    if plan.proof:
+        if not {*plan.proof} <= links or len({*plan.proof}) < len(plan.proof):
+            yield "the proof counts links that do not exist, or one twice"
+        elif plan.bound < len(plan.rounds):
+            yield f"{len(plan.rounds)} rounds, but the proof shows that only {plan.bound} are necessary"
+    elif plan.proved and len(plan.rounds) > 1 and search(sorted(links), len(plan.rounds) - 1)[0]:
+        yield f"{len(plan.rounds)} rounds, but {len(plan.rounds) - 1} suffice"
 
 
 def _users_by_receive(graph: OpGraph) -> dict[tuple[int, Receive], set[int]]:
