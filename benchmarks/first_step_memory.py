@@ -1,13 +1,13 @@
 """Memory that `cf.memory` counts without a step against measured peaks, worker by worker.
 
-    python benchmarks/first_step_memory.py [--keep] [--gloo] [--only MODEL]
+    python benchmarks/first_step_memory.py [--keep] [--only MODEL]
 
 Claim: a worker's memory is known before the first step to within 5 % of the most bytes that torch's allocator
 gave it in a step: models of one's own, found by an example or listed, in schedules of every kind.
 
 Measured are the third and the fifth step (the first, second and fourth compare the pipeline with the model's
-own forward), from the pipeline's making on: all allocations of a worker's thread, kernels' included. Workers
-are threads whose messages behave as Gloo's, or with --gloo processes. The mini-batch is the user's.
+own forward), from the pipeline's making on: all allocations of a worker's process, kernels' included. Workers
+are processes over Gloo: of threads, one may free what another allocated. The mini-batch is the user's.
 """
 
 from __future__ import annotations
@@ -287,12 +287,10 @@ def counted(run: Run) -> Any:
 def main() -> None:
     """Count, measure and compare."""
     parser = arguments(__doc__, "first_step_memory.txt")
-    parser.add_argument("--gloo", action="store_true", help="processes in place of threads")
     parser.add_argument("--only", default="", help="runs whose name contains this")
     options = parser.parse_args()
     torch.set_num_threads(1)
     each = [run for run in runs() if options.only in str(run)]
-    transport = "gloo" if options.gloo else "strict-local"
     lines = [machine_line(), "", f"{'run':<72}{'worker':>7}{'counted':>11}{'measured':>11}{'error':>8}"]
     errors: list[float] = []
     for model in MODELS:
@@ -306,7 +304,7 @@ def main() -> None:
                 together.setdefault(len(memory.workers) * run.replicas, []).append(run)
         for count, members in sorted(together.items()):
             rows = cf.launch(
-                measured, members, workers=count, transport=transport, threads=1, timeout_seconds=900
+                measured, members, workers=count, transport="gloo", threads=1, timeout_seconds=900
             )
             for run, *sizes in zip(members, *rows, strict=True):
                 for worker, (size, row) in enumerate(zip(sizes, memories[str(run)].workers, strict=False)):

@@ -6,7 +6,7 @@ Claim: a worker's predicted peak is within 5 % of the most bytes that torch's al
 
 Each model's layers are measured as `counterflow profile` does it, in one process. From that the planner
 predicts what each worker holds at most; then processes over Gloo run the schedule, and every
-allocation and every free of theirs is noted. All state counts: weights, gradients, optimiser, messages. The
+allocation and every free of theirs is noted, also those of the thread that ends their sends. All state counts: weights, gradients, optimiser, messages. The
 mini-batch, which is the user's, does not. The first runs are schemes of every kind, all
 recomputations, SGD, its momentum and Adam, float32, autocast and cast weights, a GPT and a stack of linear
 layers, on two workers. What they showed was used to mend the model of memory; the runs after them, on two to
@@ -16,8 +16,11 @@ four workers, were not measured before it was.
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -25,14 +28,17 @@ import torch
 from kit import RESULTS, arguments, machine_line
 from torch import nn
 
+from counterflow.common.tensors.torch_private import allocation_events, errors_alone, start_allocations
 from counterflow.measure.equal_layers import kinds_of
 from counterflow.measure.layer_costs import assembled
 from counterflow.measure.layer_times import bytes_of
-from counterflow.measure.stages.allocations import allocated
+from counterflow.measure.stages.allocations import Allocated
 from counterflow.models.gpt import GPTConfig
 from counterflow.planning import Cluster, Configuration, Link, Model, Predictor, Profile
 from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.transport.staging import PendingSend
 from counterflow.runtime.workers.launch import launch
+from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule import registry
 from counterflow.schedule.modes import Recompute
 
@@ -206,13 +212,48 @@ def peaks_of_device(every: list[tuple[Run, tuple[int, ...]]]) -> list[dict[str, 
     return found
 
 
+class _OnReaper(PendingSend):
+    """A call on the thread that ends sends: it frees the copies of tensors that Gloo cannot read as they are."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        super().__init__(0, lambda _: None)
+        self.call, self.ended = call, threading.Event()
+
+    def finish(self, timeout: timedelta) -> None:
+        self.result = self.call()
+        self.ended.set()
+
+
+def on_reaper(call: Callable[[], Any]) -> Any:
+    send = _OnReaper(call)
+    current_transport().control._reaper.put(send)
+    assert send.ended.wait(60)
+    return send.result
+
+
+@contextmanager
+def allocated_by_process(since: int = 0) -> Iterator[Allocated]:
+    """As ``allocated``, with what the thread that ends this worker's sends frees, in the order of time."""
+    result = Allocated(since)
+    with errors_alone():
+        on_reaper(start_allocations)
+        start_allocations()
+        try:
+            yield result
+        finally:
+            events = allocation_events() + on_reaper(allocation_events)
+    if events:
+        events.sort(key=events[0].cpu_elapsed_us)
+    result.note(event.cpu_memory_usage() for event in events)
+
+
 def peak_of_steps(make: Callable[[], Pipeline], inputs: Any, targets: Any) -> tuple[Pipeline, int]:
     """A pipeline, and its peak of allocated bytes in ``STEPS``, with everything from its making on."""
-    with allocated() as now:
+    with allocated_by_process() as now:
         pipeline = make()
     peak = 0
     for step in range(STEPS[-1] + 1):
-        with allocated(since=now.current) as now:
+        with allocated_by_process(since=now.current) as now:
             pipeline.step(inputs, targets)
         if step in STEPS:
             peak = max(peak, now.peak)
@@ -258,7 +299,6 @@ def _summed(errors: list[float]) -> str:
 
 def main() -> None:
     parser = arguments(__doc__, "memory.*")
-    parser.add_argument("--local", action="store_true", help="threads in place of processes")
     given = parser.parse_args()
     first = len(every := list(runs()))
     every += later_runs()
@@ -269,12 +309,11 @@ def main() -> None:
             print(run.subject, flush=True)
             (known[run.subject],) = launch(profiled, run.subject, workers=1, transport="local")
         plays.append(predicted(run, *known[run.subject]))
-    how: dict[str, Any] = {"transport": "strict-local"} if given.local else {"transport": "gloo"}
     peaks: list[list[int]] = [[] for _ in every]
     for workers in sorted({play.schedule.workers for play in plays}):
         mine = [number for number, play in enumerate(plays) if play.schedule.workers == workers]
         pairs = [(every[number], plays[number].stages.cuts) for number in mine]
-        by_worker = launch(measured, pairs, workers=workers, threads=1, **how)
+        by_worker = launch(measured, pairs, workers=workers, transport="gloo", threads=1)
         for number, *found in zip(mine, *by_worker, strict=True):
             peaks[number] = found
     lines = [machine_line(), "", f"{'run':<84}{'worker':>7}{'predicted':>11}{'measured':>11}{'error':>8}"]

@@ -181,11 +181,21 @@ def start_allocations() -> None:
 
 def allocations() -> Iterator[int]:
     """Allocations of this thread since ``start_allocations``, in order: bytes, below 0 if freed."""
+    return (event.cpu_memory_usage() for event in allocation_events())
+
+
+def allocation_events() -> list[Any]:
+    """Allocations as events of torch, which have ``cpu_memory_usage()`` in bytes, below 0 if freed.
+
+    The time from one to another, of any thread, is ``cpu_elapsed_us(other)``.
+    """
     recorded: Any = torch._C._autograd._disable_profiler_legacy()  # noqa: SLF001
-    for events in recorded:
-        for event in events:
-            if event.kind() == "memory_alloc" and (size := event.cpu_memory_usage()):
-                yield size
+    return [
+        event
+        for events in recorded
+        for event in events
+        if event.kind() == "memory_alloc" and event.cpu_memory_usage()
+    ]
 
 
 def profiling() -> bool:
