@@ -261,10 +261,7 @@ def measured(each: list[Run]) -> list[int]:
                 **run.options,
             )
 
-        pipeline, peak = peak_of_steps(make, inputs, targets)
-        peaks.append(peak)
-        pipeline.close()
-        del pipeline
+        peaks.append(peak_of_steps(make, inputs, targets))
         gc.enable()
     return peaks
 

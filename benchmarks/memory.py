@@ -6,11 +6,11 @@ Claim: a worker's predicted peak is within 5 % of the most bytes that torch's al
 
 Each model's layers are measured as `counterflow profile` does it, in one process. From that the planner
 predicts what each worker holds at most; then processes over Gloo run the schedule, and every
-allocation and every free of theirs is noted, also those of the thread that ends their sends. All state counts: weights, gradients, optimiser, messages. The
-mini-batch, which is the user's, does not. The first runs are schemes of every kind, all
-recomputations, SGD, its momentum and Adam, float32, autocast and cast weights, a GPT and a stack of linear
-layers, on two workers. What they showed was used to mend the model of memory; the runs after them, on two to
-four workers, were not measured before it was.
+allocation and every free of theirs is noted, also those of the thread that ends their sends. All state
+counts: weights, gradients, optimiser, messages. The mini-batch, which is the user's, does not. The first
+runs are schemes of every kind, all recomputations, SGD, its momentum and Adam, float32, autocast and cast
+weights, a GPT and a stack of linear layers, on two workers. What they showed was used to mend the model of
+memory; the runs after them, on two to four workers, were not measured before it was.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -32,7 +31,6 @@ from counterflow.common.tensors.torch_private import allocation_events, errors_a
 from counterflow.measure.equal_layers import kinds_of
 from counterflow.measure.layer_costs import assembled
 from counterflow.measure.layer_times import bytes_of
-from counterflow.measure.stages.allocations import Allocated
 from counterflow.models.gpt import GPTConfig
 from counterflow.planning import Cluster, Configuration, Link, Model, Predictor, Profile
 from counterflow.runtime.pipeline import Pipeline
@@ -213,51 +211,47 @@ def peaks_of_device(every: list[tuple[Run, tuple[int, ...]]]) -> list[dict[str, 
 
 
 class _OnReaper(PendingSend):
-    """A call on the thread that ends sends: it frees the copies of tensors that Gloo cannot read as they are."""
+    """A call on the thread that ends sends, which frees copies of tensors that are not contiguous."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         super().__init__(0, lambda _: None)
         self.call, self.ended = call, threading.Event()
+        current_transport().control._reaper.put(self)
 
     def finish(self, timeout: timedelta) -> None:
         self.result = self.call()
         self.ended.set()
 
 
-def on_reaper(call: Callable[[], Any]) -> Any:
-    send = _OnReaper(call)
-    current_transport().control._reaper.put(send)
-    assert send.ended.wait(60)
-    return send.result
+def peak_of_steps(make: Callable[[], Pipeline], inputs: Any, targets: Any) -> int:
+    """A worker's peak of allocated bytes in ``STEPS``, with everything from the making of its pipeline on.
 
-
-@contextmanager
-def allocated_by_process(since: int = 0) -> Iterator[Allocated]:
-    """As ``allocated``, with what the thread that ends this worker's sends frees, in the order of time."""
-    result = Allocated(since)
+    Allocations of its thread and of the one that ends its sends are merged by time.
+    """
     with errors_alone():
-        on_reaper(start_allocations)
+        _OnReaper(start_allocations)
         start_allocations()
-        try:
-            yield result
-        finally:
-            events = allocation_events() + on_reaper(allocation_events)
-    if events:
-        events.sort(key=events[0].cpu_elapsed_us)
-    result.note(event.cpu_memory_usage() for event in events)
-
-
-def peak_of_steps(make: Callable[[], Pipeline], inputs: Any, targets: Any) -> tuple[Pipeline, int]:
-    """A pipeline, and its peak of allocated bytes in ``STEPS``, with everything from its making on."""
-    with allocated_by_process() as now:
         pipeline = make()
-    peak = 0
-    for step in range(STEPS[-1] + 1):
-        with allocated_by_process(since=now.current) as now:
+        events = [(-1, event) for event in allocation_events()]
+        for step in range(STEPS[-1] + 1):
+            start_allocations()
             pipeline.step(inputs, targets)
+            events += [(step, event) for event in allocation_events()]
+        pipeline.flush()
+        pipeline.close()
+        frees = _OnReaper(allocation_events)
+        assert frees.ended.wait(60)
+    first = events[0][1]
+    events.sort(key=lambda entry: first.cpu_elapsed_us(entry[1]))
+    late = sorted(frees.result, key=first.cpu_elapsed_us, reverse=True)
+    current = peak = 0
+    for step, event in events:
+        while late and first.cpu_elapsed_us(late[-1]) < first.cpu_elapsed_us(event):
+            current += late.pop().cpu_memory_usage()
+        current += event.cpu_memory_usage()
         if step in STEPS:
-            peak = max(peak, now.peak)
-    return pipeline, peak
+            peak = max(peak, current)
+    return peak
 
 
 def measured(every: list[tuple[Run, tuple[int, ...]]]) -> list[int]:
@@ -270,11 +264,7 @@ def measured(every: list[tuple[Run, tuple[int, ...]]]) -> list[int]:
         gc.collect()  # what goes later would go from this run's bytes
         gc.disable()
         make = partial(pipeline, run.subject, schedule, cuts=list(cuts), recompute=run.recompute)
-        one, peak = peak_of_steps(make, inputs, targets)
-        found.append(peak)
-        one.flush()
-        one.close()
-        del one
+        found.append(peak_of_steps(make, inputs, targets))
         gc.enable()
     return found
 
