@@ -17,6 +17,12 @@ def test_every_public_name_completes() -> None:
     assert all(hasattr(cf, name) for name in dir(cf))
 
 
+def test_the_package_names_all_in_its_docstring() -> None:
+    groups = str(cf.__doc__).split("\n\n")[1]
+    listed = [name.strip() for line in groups.splitlines() for name in line[15:].split(",") if name.strip()]
+    assert sorted(listed) == sorted(cf.__all__)
+
+
 def test_schemes_are_schemes() -> None:
     made = {scheme.build.__name__ for scheme in registry.SCHEMES.values()}
     assert set(dir(cf.schemes)) == made

@@ -1,7 +1,21 @@
 """Counterflow: pipeline-parallel training for PyTorch.
 
-One schedule object, made by a pure function, is what the checker proves, the simulator times, the
-pictures draw and the runtime executes. Importing this package does not import torch.
+Train          Pipeline, Step, Evaluation, PendingEvaluation, Execution, Batching, launch, train
+Choose         profile, plan, predict, compare, Comparison, memory
+Prove          check, verify, same_model, SameModel
+Schedules      schemes, Schedule, Op, OpKind, with_pairs, synthesize, Synthesis, draw
+Simulation     simulate, Simulation, Costs, ByteCosts, lower, balanced_slices
+Models         layers, models, Skip, Carry, attend, add_loss, added_losses, LossSum, next_target,
+               whole_target, sum_over_copies, ENTRIES
+Mesh           MeshDegrees, TensorParallel, ContextParallel, ExpertParallel, Share, share_sequence,
+               join_sequence
+Experts        dispatch, combine, grouped_linear, limit_capacity, TokenBalance
+Checkpoints    save_checkpoint, load_checkpoint, load_weights
+Errors         CounterflowError, ConfigError, ScheduleError, DeadlockError, WorkerError
+
+``help(counterflow.Pipeline)`` describes one of them. One schedule object, made by a pure function, is what
+the checker proves, the simulator times, the pictures draw and the runtime executes. Importing this package
+does not import torch.
 """
 
 from typing import TYPE_CHECKING

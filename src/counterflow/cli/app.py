@@ -190,6 +190,11 @@ class Commands(TyperGroup):
             message, code = in_flags(str(error)), 2 if isinstance(error, ConfigError) else 1
         except (typer.Exit, typer.Abort, BrokenPipeError):
             raise
+        except KeyboardInterrupt:
+            if ctx.params.get("debug"):
+                traceback.print_exc()
+            echo("Interrupted", err=True)
+            raise typer.Exit(_INTERRUPTED) from None
         except Exception as error:
             if _is_usage_error(error):
                 if isinstance(said := getattr(error, "message", None), str):
@@ -211,6 +216,10 @@ class Commands(TyperGroup):
         """The list of commands, in panels."""
         self.rich_markup_mode = "rich"
         super().format_help(ctx, formatter)
+
+
+_INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
 
 
 def _unforeseen(error: Exception) -> tuple[str, int]:
@@ -285,8 +294,8 @@ def application() -> typer.Typer:
         epilog="\n\n".join(
             [
                 "Results go to stdout, everything else to stderr; --json prints one JSON object.",
-                "Exit codes: 0 done, 1 the work failed, 2 the request was wrong. Of train also 130 after "
-                "Ctrl-C, 75 after another signal: the run can go on.",
+                "Exit codes: 0 done, 1 the work failed, 2 the request was wrong, 130 Ctrl-C. Of train also "
+                "75 after another signal: the run can go on.",
                 "Example: counterflow simulate chimera --stages 4 --micro-batches 8",
             ]
         ),
@@ -305,6 +314,8 @@ def main() -> None:
             application()(prog_name="counterflow", obj=ENDS_PROCESS)
         finally:
             sys.stdout.flush()
+    except KeyboardInterrupt:  # before a command runs, or after
+        sys.exit(_INTERRUPTED)
     except BrokenPipeError:  # the reader of the output closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

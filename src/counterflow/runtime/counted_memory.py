@@ -12,13 +12,15 @@ from counterflow.schedule.ir import Schedule
 from counterflow.schedule.registry import schedule_of
 
 from .assembly.pipeline_arguments import PipelineArguments
-from .footprint.available import available_bytes_here
+from .footprint.available import available_bytes_here, available_bytes_on, warn_of_step
 from .footprint.count import MemorySubject, count_memory
-from .footprint.footprint import Memory
+from .footprint.footprint import Memory, shortage
 from .footprint.virtual_model import virtual_batch
 from .mini_batch.loss_output import LossFunction
 from .parameters.optimizers import MakeOptimizer
 from .pipeline import PARAMETERS, Pipeline
+
+__all__ = ["Memory", "available_bytes_here", "available_bytes_on", "memory", "shortage", "warn_of_step"]
 
 
 def memory(

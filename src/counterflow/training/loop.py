@@ -36,6 +36,7 @@ from .run_recorder import RunRecorder, Watch
 from .sections.keys import AUTO
 from .source import AVERAGED
 from .stage_mesh import mesh_options, samples_of
+from .step_memory import warn_of_memory
 from .supervision.events import run_of
 from .supervision.exclusive import Fence
 from .supervision.restarts import CopyTurns
@@ -43,6 +44,7 @@ from .supervision.same_run import check_same_run
 from .supervision.stopping import STOP, listen
 from .timeline import costs_of
 from .training_report import Summary
+from .transport_choice import workers_here
 
 _LOG = logging.getLogger(__name__)
 
@@ -189,6 +191,7 @@ class Trainer:
         batch = self._batch(self.job.first_step)
         stages = measure_stages(self.pipeline, *batch, repeats=_REPEATS)
         costs = costs_of(stages, self.config.pipeline.recompute, self.pipeline.replicas)
+        warn_of_memory(self.pipeline, self.job.schedule, costs, workers_here(self.config.processes))
         self.live = Live(self.pipeline, self.job.schedule, costs, self.folder)
         reset_peak_bytes(self.pipeline.device)
         self.recorder.start()

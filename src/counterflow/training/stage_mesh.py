@@ -7,8 +7,7 @@ from typing import Any
 
 from counterflow.api.contexts import share_sequence
 from counterflow.common.trees import mapped
-from counterflow.runtime.assembly.rehearsal import Rehearsal, rehearse
-from counterflow.runtime.mesh.mesh_degrees import MeshDegrees
+from counterflow.runtime.assembly.rehearsal import MeshDegrees, Rehearsal, rehearse
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.schedule.ir import Schedule
 

@@ -181,6 +181,18 @@ class WeightsShown(Part):
     counted_by: Annotated[list[int], describe("ranks whose part counts in the gradient norm")]
 
 
+class WorkerMemoryShown(Part):
+    """Bytes of a worker when they are most, in a step after the first ones."""
+
+    worker: Annotated[int, describe("number of the worker")]
+    weights: Annotated[int, describe("weights in all versions, and buffers")]
+    gradients: Annotated[int, describe("gradients, and buffers in which they are summed")]
+    optimizer: Annotated[int, describe("states of the optimizer")]
+    activations: Annotated[int, describe("tensors that exist between ops")]
+    messages: Annotated[int, describe("buffers of received messages")]
+    workspace: Annotated[int, describe("what an op or an update allocates and frees while it runs")]
+
+
 Prepared = result_of(
     "`counterflow train --dry-run`.",
     Result,
@@ -188,6 +200,9 @@ Prepared = result_of(
     folder=_FOLDER,
     least_bytes=Annotated[
         list[int], describe("by worker: weights, gradients and optimiser state; activations come on top")
+    ],
+    memory=Annotated[
+        list[WorkerMemoryShown] | None, describe("by worker: bytes in a step; null: they were not counted")
     ],
     weights=Annotated[
         list[WeightsShown], describe("groups of weights that are divided alike; empty without [mesh]")
@@ -198,11 +213,19 @@ Trained = result_of("`counterflow train`.", Result, About, Summary, folder=_FOLD
 
 
 def prepared(
-    about: About, folder: Path, least_bytes: Sequence[int], weights: Sequence[Mapping[str, Any]] = ()
+    about: About,
+    folder: Path,
+    least_bytes: Sequence[int],
+    memory: Sequence[Mapping[str, int]] | None = None,
+    weights: Sequence[Mapping[str, Any]] = (),
 ) -> Result:
-    """Description of what would be trained, the bytes that each worker holds at least, and the weights."""
+    """Description of what would be trained, the bytes of each worker at least and in a step, and weights."""
     return Prepared.of(
-        **asdict(about), folder=str(folder), least_bytes=list(least_bytes), weights=list(weights)
+        **asdict(about),
+        folder=str(folder),
+        least_bytes=list(least_bytes),
+        memory=None if memory is None else list(memory),
+        weights=list(weights),
     )
 
 

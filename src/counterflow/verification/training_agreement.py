@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,9 @@ what is zero but for rounding (a key's bias has no gradient) has no digits to ag
 
 MiniBatches = Sequence[Sequence[tuple[Any, Any]]]
 """Inputs and targets by step and replica."""
+
+StepProgress: TypeAlias = Callable[[int, int, str], None]
+"""Called with the number of steps made, all steps, and the name of what makes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,7 @@ def verify(
     device: str = "cpu",
     flush_after: Sequence[int] = (),
     reference: TrainingResult | None = None,
+    progress: StepProgress | None = None,
     execution: Execution | None = None,
     batching: Batching | None = None,
     **options: Any,
@@ -116,6 +120,7 @@ def verify(
         device: device of the computation.
         flush_after: the steps after which the pipeline is flushed; it always is after the last.
         reference: result of ``one_process`` for the same arguments, if available.
+        progress: called after each step of one process, and of the first worker if it is a thread.
         execution: how the pipeline executes the schedule; one process clips and computes in the same way.
         batching: how mini-batches are cut.
         options: fields of these two records, and further arguments of ``Pipeline``.
@@ -155,6 +160,7 @@ def verify(
                 autocast=dtype_of(execution.autocast),
                 compute_dtype=dtype_of(execution.compute_dtype),
                 scaler=_scaler(execution, torch.device(device)),
+                progress=progress,
             )
     trained = list(layers)
     if kind_of(transport).threads:  # threads train the modules that they are given
@@ -174,6 +180,7 @@ def verify(
             "execution": execution,
             "batching": batching,
             "flush_after": tuple(flush_after),
+            "progress": progress if kind_of(transport).threads else None,
             **options,
         },
         workers=schedule.workers * replicas,
@@ -212,6 +219,7 @@ def one_process(
     batches: MiniBatches,
     *,
     flush_after: Sequence[int] = (),
+    progress: StepProgress | None = None,
     **options: Any,
 ) -> TrainingResult:
     """Train with one process; see ``Reference`` for the options."""
@@ -219,6 +227,8 @@ def one_process(
     steps = []
     for number, row in enumerate(batches):
         steps.append(training.step(row))
+        if progress is not None:
+            progress(number + 1, 2 * len(batches), "one process")
         if number in flush_after:
             training.flush()
     evaluation = training.evaluate(batches[0])
@@ -233,12 +243,14 @@ def _train(
     options: Mapping[str, Any],
 ) -> TrainingResult:
     options = dict(options)
-    flush_after = options.pop("flush_after")
+    flush_after, progress = options.pop("flush_after"), options.pop("progress")
     pipeline = Pipeline(layers, loss_function, schedule, **options)
     pipeline.keeps_gradients = True
     steps_and_updates = []
     for number, row in enumerate(batches):
         steps_and_updates.append(pipeline.step(*row[pipeline.replica]))
+        if progress is not None and not pipeline.transport.rank:
+            progress(len(batches) + number + 1, 2 * len(batches), "the pipeline")
         if number in flush_after:
             steps_and_updates += pipeline.flush()
     steps_and_updates += pipeline.flush()

@@ -15,7 +15,7 @@ import pytest
 
 from counterflow.cli.output.screen import Screen
 from counterflow.cli.output.train_progress import TrainProgress, introduction
-from counterflow.training import RunConfig
+from counterflow.training import RunConfig, step_memory
 from counterflow.training.folder import read_metrics
 from counterflow.training.training_report import About
 
@@ -151,7 +151,7 @@ def test_a_dry_run_starts_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.
     lines = answer.out.splitlines()
     assert lines[0] == "gpt, 2 blocks, hidden 16, heads 4, positions 16: 15,040 parameters"
     assert lines[-1] == "results would go to runs/chimera-1, which can be written; nothing was started"
-    assert any("of weights, gradients and optimizer state" in line for line in lines)
+    assert "worker    weights gradients optimizer activations  messages workspace     total" in lines
     result = run(f"{LOCAL} --steps 6 --dry-run --json").json
     assert (result["steps"], result["folder"], result["stage_layers"]) == (
         6,
@@ -159,6 +159,10 @@ def test_a_dry_run_starts_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.
         [[0, 2], [3, 3]],
     )
     assert sum(result["least_bytes"]) == 2 * 4 * 4 * result["parameters"]  # in both directions
+    parts = "weights", "gradients", "optimizer"
+    for worker, least in zip(result["memory"], result["least_bytes"], strict=True):
+        assert 0 <= sum(worker[part] for part in parts) - least < 512  # Adam counts steps of each weight
+    assert all(worker["activations"] for worker in result["memory"])
     assert not list(tmp_path.iterdir())
 
 
@@ -177,7 +181,23 @@ def test_a_dry_run_tries_the_folder_and_the_memory(run: Run, tmp_path: Path) -> 
     answer = run(f"{LOCAL} --dry-run --out {tmp_path / 'run'}")
     assert (answer.code, "contains a run already (summary.json)" in answer.err) == (2, True)
     large = run("train --dry-run --set model.hidden=400000 --set pipeline.transport=local").out
-    assert "Warning: a worker needs 111.8 TiB at least, and its share of this machine's memory is" in large
+    assert "Warning: worker 0 needs 111.76 TiB at least, and " in large
+
+
+def test_a_dry_run_warns_of_activations(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_memory, "available_bytes_on", lambda *_: 2**18)
+    lines = run(f"{LOCAL} --dry-run").out.splitlines()
+    assert "256.00 KiB available to a worker: does not fit" in lines
+    (warning,) = (line for line in lines if line.startswith("Warning"))
+    assert warning.endswith(" in a step, and 256.00 KiB are available to it")
+
+
+def test_a_dry_run_says_why_activations_were_not_counted(run: Run) -> None:
+    lines = run(f"{SMALL} --dry-run --set mesh.dp_shard=2").out.splitlines()
+    assert "activations were not counted: the mesh divides the weights" in lines
+    many = run(f"{LOCAL} --dry-run --set schedule.micro_batches=1000 --set train.samples=1000")
+    assert "activations were not counted: there are too many layers" in many.out
+    assert run(f"{SMALL} --dry-run --set mesh.dp_shard=2 --json").json["memory"] is None
 
 
 def test_every_key_is_listed(run: Run) -> None:

@@ -44,4 +44,22 @@ def test_states_that_exceed_the_memory_are_warned_of(
         monkeypatch.setattr(available, "available_bytes_on", lambda _, workers: 2**12 * workers)
         available.warn_of_states([optimizer], device, 3)
     (record,) = caplog.records
-    assert "worker 3: its optimizer will make 8.00 KiB of states" in record.getMessage()
+    assert record.getMessage().startswith(
+        "worker 3 needs 8.00 KiB more for its optimizer's states, and 4.00 KiB are available to it; "
+    )
+
+
+def test_saved_tensors_that_exceed_the_memory_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    optimizer, device = torch.optim.AdamW([nn.Parameter(torch.zeros(1024))]), torch.device("cpu")
+    monkeypatch.setattr(available, "available_bytes_on", lambda _, workers: 2**15 // workers)
+    with caplog.at_level(logging.WARNING):
+        available.warn_of_step([optimizer], device, 3, saved_bytes=2**13, workers=2)
+        assert not caplog.records
+        available.warn_of_step([optimizer], device, 3, saved_bytes=2**14, workers=2)
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "worker 3 needs 24.00 KiB more in its first step (8.00 KiB of optimizer states, 16.00 KiB saved for "
+        "backward), and 16.00 KiB are available to it; "
+    )

@@ -137,10 +137,10 @@ def _list_keys(*, as_json: bool) -> None:
 
 def _prepare(config: RunConfig, *, as_json: bool) -> None:
     # GPUs are not checked: the run's may be on other machines.
-    from counterflow.measure.machine import memory_bytes
     from counterflow.training.automatic import with_plan
     from counterflow.training.folder import RunFolder
     from counterflow.training.job import prepare
+    from counterflow.training.step_memory import available_bytes, least_shortage, step_memory
     from counterflow.training.training_report import prepared
 
     from ..output.train_progress import introduction
@@ -150,23 +150,29 @@ def _prepare(config: RunConfig, *, as_json: bool) -> None:
         return
     rehearsal = job.rehearsal()
     folder = RunFolder.tried(job.config, job.start.path if job.start is not None else None)
-    least = job.least_bytes(rehearsal)
+    least, available = job.least_bytes(rehearsal), available_bytes(job)
+    warning = least_shortage(least, available)
+    memory = step_memory(job, available) if warning is None else ""
     if as_json:
         rows = rehearsal.table.rows if rehearsal is not None else ()
-        print_json(prepared(job.about, folder, least, [asdict(row) for row in rows]))
+        workers = None if isinstance(memory, str) else [asdict(worker) for worker in memory.workers]
+        print_json(prepared(job.about, folder, least, workers, [asdict(row) for row in rows]))
         return
     for line in introduction(job.about):
         echo(line)
-    for name, amount in merge_equal_rows(least):
-        echo(
-            f"worker{'s' if '–' in name else ''} {name}: {byte_size(amount)} of weights, gradients and "
-            "optimizer state; activations come on top"
-        )
-    if job.about.on_cpu and max(least) > (device_memory := memory_bytes("cpu", job.about.workers_here)):
-        echo(
-            f"Warning: a worker needs {byte_size(max(least))} at least, and its share of this machine's "
-            f"memory is {byte_size(device_memory)}"
-        )
+    if not isinstance(memory, str):
+        echo(str(memory))
+        warning = memory.shortage
+    else:
+        for name, amount in merge_equal_rows(least):
+            echo(
+                f"worker{'s' if '–' in name else ''} {name}: {byte_size(amount)} of weights, gradients and "
+                "optimizer state; activations come on top"
+            )
+        if memory:
+            echo(f"activations were not counted: {memory}")
+    if warning is not None:
+        echo(f"Warning: {warning}")
     if rehearsal is not None:
         echo(str(rehearsal.table))
     echo(f"results would go to {folder}, which can be written; nothing was started")

@@ -20,9 +20,10 @@ from counterflow.testing import STRICT_LOCAL
 from ..options.flags import JsonFlag, OptionRecord, SchemeOptions, SubjectArgument
 from ..options.subject_argument import schedule_of
 from ..output.console import WIDE, console, heading, note, print_json, table_of
+from ..output.search_bar import search_bar
 
 if TYPE_CHECKING:
-    from counterflow.verification.training_agreement import TrainingAgreement
+    from counterflow.verification.training_agreement import StepProgress, TrainingAgreement
 
 
 class Dtype(Enum):
@@ -123,7 +124,7 @@ class Running(OptionRecord):
         plain = self.lower is None and self.gradient_compression is None
         return self.dtype or (Dtype.FLOAT64 if plain else Dtype.FLOAT32)
 
-    def compared(self, schedule: Schedule, steps: int) -> TrainingAgreement:
+    def compared(self, schedule: Schedule, steps: int, progress: StepProgress) -> TrainingAgreement:
         """Train with both for a number of updates, and measure how far their numbers differ."""
         from counterflow.training.trial import small_trial
 
@@ -150,6 +151,7 @@ class Running(OptionRecord):
             seed=self.seed,
             recompute=self.recompute,
             sync=self.sync,
+            progress=progress,
             **options,
         )
 
@@ -172,7 +174,8 @@ def verify(
             f"Training with one process, then with {plural(workers, 'worker')} ({kind}), "
             f"{plural(steps, 'update')} each …"
         )
-    agreement = running.compared(schedule, steps)
+    with search_bar("training") as progress:
+        agreement = running.compared(schedule, steps, progress)
     if as_json:
         from counterflow.verification.verification_report import Verified
 

@@ -31,6 +31,8 @@ from ..mesh.weight_dims import agreed_dims
 from ..mesh.weight_table import WeightTable, weight_table
 from .partition import Model, partition_model
 
+__all__ = ["MeshDegrees", "Rehearsal", "rehearse"]
+
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.optim import Optimizer
 
-from .footprint import byte_size
+from .footprint import byte_size, shortage
 
 _LOG = logging.getLogger("counterflow.runtime.pipeline")
 
@@ -76,10 +76,35 @@ def warn_of_states(optimizers: Iterable[Optimizer], device: torch.device, worker
     needed, available = future_state_bytes(optimizers), available_bytes_on(device, 1)
     if available is not None and needed > available:
         _LOG.warning(
-            "worker %d: its optimizer will make %s of states in the first update, and %s are available; "
-            "pipeline.memory(inputs, targets) counts all parts; take more stages, zero_stage=1, "
-            "or an optimizer with fewer states",
-            worker,
-            byte_size(needed),
-            byte_size(available),
+            "%s; pipeline.memory(inputs, targets) counts all parts; take more stages, zero_stage=1, or an "
+            "optimizer with fewer states",
+            shortage(worker, "more for its optimizer's states", needed, available),
         )
+
+
+def warn_of_step(
+    optimizers: Iterable[Optimizer], device: torch.device, worker: int, *, saved_bytes: float, workers: int
+) -> None:
+    """Warn before the first step if states and saved tensors exceed the memory, and states alone do not.
+
+    Args:
+        optimizers: optimizers of the worker.
+        device: its device.
+        worker: its number.
+        saved_bytes: maximum bytes that it will save for backwards.
+        workers: workers that share the device.
+    """
+    states, available = future_state_bytes(optimizers), available_bytes_on(device, workers)
+    alone = available_bytes_on(device, 1)
+    if available is None or alone is None or states > alone or states + saved_bytes <= available:
+        return
+    _LOG.warning(
+        "%s; take fewer samples in a micro-batch, recomputation, or more stages",
+        shortage(
+            worker,
+            f"more in its first step ({byte_size(states)} of optimizer states, {byte_size(saved_bytes)} "
+            "saved for backward)",
+            states + saved_bytes,
+            available,
+        ),
+    )

@@ -148,13 +148,9 @@ def shared_count(count: Callable[[int | None], Memory], transport: Transport) ->
     result = cast("Memory | ConfigError", transport.gather_objects(result)[0])
     if isinstance(result, ConfigError):
         raise Refusal(result)
-    if result.fits is False and transport.rank == 0:
-        assert available is not None
+    if result.shortage is not None and transport.rank == 0:
         _LOG.warning(
-            "a worker needs %s in a step, and %s are available to it; take fewer samples in a micro-batch, "
-            "recomputation, or more stages",
-            byte_size(result.peak_bytes),
-            byte_size(available),
+            "%s; take fewer samples in a micro-batch, recomputation, or more stages", result.shortage
         )
     return result
 

@@ -66,6 +66,15 @@ class Memory:
         """True if every worker's memory suffices; None: the available memory is unknown."""
         return None if self.available_bytes is None else self.peak_bytes <= self.available_bytes
 
+    @property
+    def shortage(self) -> str | None:
+        """Sentence about the worker that needs most, if that is more than it can use."""
+        if self.fits is not False:
+            return None
+        worker = max(self.workers, key=lambda worker: worker.total)
+        assert self.available_bytes is not None
+        return shortage(worker.worker, "in a step", worker.total, self.available_bytes)
+
     def as_dict(self) -> dict[str, Any]:
         """Fields as JSON has them, with the total of each worker."""
         record = asdict(self)
@@ -124,6 +133,17 @@ def byte_size(size: float) -> str:
     """
     scale, unit = _unit(int(size))
     return f"{size:.0f} B" if scale == 1 else f"{size / scale:.2f} {unit}"
+
+
+def shortage(worker: int, moment: str, needed: float, available: float) -> str:
+    """Sentence about a worker whose memory does not suffice.
+
+    >>> shortage(3, "in a step", 3 * 2**30, 2**30)
+    'worker 3 needs 3.00 GiB in a step, and 1.00 GiB are available to it'
+    """
+    return (
+        f"worker {worker} needs {byte_size(needed)} {moment}, and {byte_size(available)} are available to it"
+    )
 
 
 def worker_memory(worker: int, parts: Mapping[Part, int]) -> WorkerMemory:
