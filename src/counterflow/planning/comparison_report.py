@@ -18,7 +18,7 @@ class ComparedShown(Part):
     options: Annotated[Options, describe("all options", "schedule.options")]
     synchronous: Annotated[bool, describe("false: it computes with older weights")]
     stages: Annotated[int, describe("number of stages of the model", "schedule.stages")]
-    step: Annotated[float, describe("seconds of one mini-batch; F if no seconds were given")]
+    step: Annotated[float, describe("seconds of one mini-batch; F if a forward takes 1")]
     bubble_ratio: Annotated[float, describe("share of a step in which a worker is idle")]
     activations: Annotated[
         float,

@@ -295,22 +295,18 @@ class Costs:
 
     @property
     def in_forwards(self) -> bool:
-        """True if the unit of time is F, one forward: as ``relative`` says, or if no seconds were given.
+        """True if the unit of time is F, one forward: as ``relative`` says, or if a forward takes 1.
 
-        >>> Costs().in_forwards, Costs(p2p=0.1).in_forwards
+        >>> Costs(p2p=0.1).in_forwards, Costs(forward=0.02, p2p=0.1).in_forwards
         (True, False)
         """
         if self.relative is not None:
             return self.relative
-        for name, usual in _TIMES.items():
-            value = getattr(self, name)
-            if value is not usual and not (isinstance(value, (int, float)) and value == usual):
-                return False
-        return True
+        return self.ops is None and isinstance(self.forward, (int, float)) and self.forward == 1
 
     @property
     def time_unit(self) -> str:
-        """Unit of times: ``s``, seconds, or ``F``, forwards, if no seconds were given."""
+        """Unit of times: ``s``, seconds, or ``F``, forwards."""
         return "F" if self.in_forwards else "s"
 
     @property
@@ -325,27 +321,6 @@ class Costs:
     def of_ops(self, stages: int) -> OpCosts:
         """Costs of ops: those that were given, or those that follow from these numbers."""
         return self.ops or stage_ops(self, stages)
-
-
-_NO_TIMES = frozenset(
-    {
-        "attention",
-        "exchanges",
-        "message_bytes",
-        "skip_bytes",
-        "link",
-        "ways",
-        "overlap",
-        "sync_mode",
-        "sync_slowdown",
-        "replicas",
-        "recompute",
-        "recompute_ahead",
-        "memory",
-        "relative",
-    }
-)
-_TIMES = {field.name: field.default for field in fields(Costs) if field.name not in _NO_TIMES}
 
 
 def stage_bytes(

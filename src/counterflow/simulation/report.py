@@ -14,7 +14,7 @@ from .result import Bubbles, Simulation, SyncSpan
 
 TimeUnit = Annotated[
     Literal["s", "F"],
-    describe("s: seconds; F: times of a forward, if no seconds were given", "simulation.costs.time_unit"),
+    describe("s: seconds; F: times of a forward, if it takes 1", "simulation.costs.time_unit"),
 ]
 
 

@@ -352,7 +352,7 @@ def test_ops_and_messages_as_objects(run: Run) -> None:
     assert list(first) == ["sender", "receiver", "start", "end", "maker", "taker"]
     assert first["end"] - first["start"] == 0.5
     assert first["maker"]["stage"] + 1 == first["taker"]["stage"]
-    assert shown["time_unit"] == "s"
+    assert shown["time_unit"] == "F"
 
 
 def test_new_costs(run: Run) -> None:
