@@ -24,6 +24,7 @@ def metadata(folder: Path) -> email.message.Message:
 
 def test_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("GITHUB_REPOSITORY", raising=False)
     fields = metadata(tmp_path)
     assert (fields["Name"], fields["Version"]) == ("counterflow", PROJECT["version"])
     assert fields["Requires-Python"] == ">=3.11"
@@ -38,6 +39,22 @@ def test_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         if "extra ==" not in line
     }
     assert plain == {re.split(r"[<>=]", line)[0] for line in PROJECT["dependencies"]}
+
+
+def test_links_of_the_readme_are_absolute_on_an_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("GITHUB_REPOSITORY", "owner/name")
+    monkeypatch.setenv("GITHUB_SERVER_URL", "https://github.com")
+    monkeypatch.setenv("GITHUB_REF_NAME", "v0.1.0")
+    text = str(metadata(tmp_path).get_payload())
+    place = "https://github.com/owner/name"
+    assert f"]({place}/raw/v0.1.0/docs/pictures/explore-schedules.png)" in text
+    assert f"]({place}/blob/v0.1.0/docs/gpus.md)" in text
+    assert f"[grid]: {place}/blob/v0.1.0/benchmarks/results/agreement_grid.txt" in text
+    links = re.findall(r"\]\(([^)]+)\)|^\[[^\]]+\]: (.*)", text, re.MULTILINE)
+    assert all("".join(link).startswith(("https://", "#")) for link in links)
 
 
 def test_versions_agree() -> None:

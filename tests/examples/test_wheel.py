@@ -68,6 +68,7 @@ def test_the_sdist_has_what_a_wheel_and_the_tests_need(
         names = {name.partition("/")[2] for name in file.getnames()}
     needed = {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "src/counterflow/drawing/page.html"}
     needed |= {"CITATION.cff", "CONTRIBUTING.md", "Makefile", "constraints.txt", "mkdocs.yml", ".ci/release"}
+    needed |= {"hatch_build.py"}
     package = (path for path in (ROOT / "src").rglob("*") if path.suffix in DATA)
     needed |= {str(path.relative_to(ROOT)) for path in package}
     assert needed | {"examples/gpt.toml", "docs/planning.md", "tests/examples/test_wheel.py"} <= names
