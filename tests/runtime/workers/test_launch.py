@@ -506,3 +506,41 @@ def listening() -> list[str]:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_store_of_one_machine_is_reached_from_there_alone() -> None:
     assert launch(listening, workers=1) == [["0100007F"]]  # 127.0.0.1
+
+
+_LATE_WORKER = """
+import time
+
+import torch
+
+import counterflow as cf
+from counterflow.runtime.workers import threads
+from counterflow.runtime.workers.world import current_transport
+
+threads._GRACE_SECONDS = 0.05
+
+
+def work():
+    if current_transport().rank == 0:
+        raise RuntimeError("mine")
+    weight = torch.randn(300, 300, requires_grad=True)
+    end = time.monotonic() + 2
+    while time.monotonic() < end:
+        output = weight
+        for _ in range(10):
+            output = torch.tanh(output @ weight)
+            output.register_hook(lambda gradient: None)
+        output.sum().backward()
+
+
+cf.launch(work, workers=2, transport="local", threads=1)
+"""
+
+
+def test_a_thread_that_computes_at_the_end_of_the_process_does_not_abort_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _LATE_WORKER], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1
+    assert "worker 0: RuntimeError: mine" in done.stderr
+    assert "terminate called" not in done.stderr

@@ -6,6 +6,7 @@ that do not end within their grace period.
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,20 @@ from .failures import WorkerFailure, describe_failure, root
 
 _GRACE_SECONDS = 5.0
 """Maximum time in which the threads of a failed launch notice the failure."""
+
+_EXIT_SECONDS = 30.0
+"""Maximum time for which the end of the process waits for them."""
+
+_LATE: list[threading.Thread] = []
+"""Threads that were running when their launch had ended."""
+
+
+@atexit.register
+def _join_late() -> None:
+    """Join late threads: one that returns from torch while Python ends would abort the process."""
+    deadline = time.monotonic() + _EXIT_SECONDS
+    for thread in _LATE:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 @dataclass
@@ -59,7 +74,10 @@ class ThreadLaunch:
             raise
         finally:
             torch.set_num_threads(before)
-            if not any(thread.is_alive() for thread in running):
+            late = [thread for thread in running if thread.is_alive()]
+            if late:
+                _LATE.extend(late)
+            else:
                 self.rng.initial_states.restore()  # workers' draws do not affect the caller, as in processes
         if self.failures:
             failed = root(self.failures)
