@@ -29,7 +29,7 @@ def test_help_lists_the_commands_with_an_example(run: Run) -> None:
     places = [answer.out.index(f" {name} ") for name in COMMANDS]
     assert places == sorted(places)
     assert "Example: counterflow simulate chimera" in answer.out
-    assert "Exit codes: 0 done, 1 the work failed, 2 the request was wrong." in answer.out
+    assert "Exit codes: 0 done, 1 the work failed, 2 the request was wrong, 130 Ctrl-C." in answer.out
 
 
 @pytest.mark.parametrize("name", COMMANDS)
