@@ -436,6 +436,6 @@ def _with(kind: type[_Record], place: str, record: _Record | None, flat: Mapping
             raise ConfigError(
                 f"{name} is given twice: {value!r}, and {getattr(record, name)!r} in {place}; give it once"
             )
-    if type(record) is kind and not changes:
-        return record
-    return kind(**{name: getattr(record, name) for name in kind.model_fields} | changes)
+    return (
+        kind(**{name: getattr(record, name) for name in kind.model_fields} | changes) if changes else record
+    )

@@ -66,7 +66,7 @@ def test_halves_and_syncs() -> None:
         shown(result, width=120)
         == """\
 chimera  D=2, N=2, backward-halving
-makespan 12 s, bubble ratio 50 %, peak 2 activations
+makespan 12 F, bubble ratio 50 %, peak 2 activations
 P0 0  1  b1 a1 b2 a2 .  .  .  .  .  .
                      =1========0=======
 P1 1  0  a1 b1 a2 b2 .  .  .  .  .  .

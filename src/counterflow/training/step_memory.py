@@ -65,6 +65,7 @@ def step_memory(job: Job, available: int | None) -> Memory | str:
             cuts=job.cuts,
             available_bytes=available or 0,
             execution=config.pipeline,
+            count_memory_steps=0,
         )
     except (ConfigError, WorkerError) as error:
         return str(error).partition("\n")[0]

@@ -210,8 +210,8 @@ def test_table_for_people(run: Run) -> None:
 def test_a_backward_that_no_op_takes_is_not_told(run: Run) -> None:
     halves = "--micro-batches 4 --input-gradient 4 --weight-gradient 2"
     assert "backward" not in run(f"simulate v-min --workers 2 {halves}").out
-    assert "backward 2 s" in run("simulate v-min --workers 2 --micro-batches 4 --input-gradient 1.5").out
-    assert "backward 2 s" in run(f"simulate dualpipe-v --workers 2 {halves}").out  # some backwards are whole
+    assert "backward 2 F" in run("simulate v-min --workers 2 --micro-batches 4 --input-gradient 1.5").out
+    assert "backward 2 F" in run(f"simulate dualpipe-v --workers 2 {halves}").out  # some backwards are whole
 
 
 def test_alike_workers_of_a_wide_schedule_share_a_row(run: Run) -> None:
@@ -383,9 +383,10 @@ def test_units_and_causes_for_people(run: Run) -> None:
     shown = run(f"show {line}").out
     assert "makespan 9 F" in shown
     assert "bubbles 33.3 %: warm-up 5.56 %, dependency 16.7 %, drain 11.1 %" in shown
-    seconds = run(f"show {line} --forward 1 --backward 3").out
+    seconds = run(f"show {line} --forward 2 --backward 2").out
     assert "makespan 12 s" in seconds
-    assert run(f"simulate {line} --p2p 0.5").out.count(" s") > 3
+    assert " s\n" not in run(f"simulate {line} --p2p 0.5").out
+    assert run(f"simulate {line} --forward 0.5").out.count(" s") > 3
 
 
 @pytest.mark.parametrize("name", registry.SCHEMES)
@@ -437,11 +438,11 @@ def test_costs_of_a_split_backward_where_none_is_split(run: Run, command: str) -
 def test_costs_of_a_workers_share_make_schemes_one_model(run: Run) -> None:
     """dapple has a stage a worker, zb-v two: without it zb-v computes a model twice as large."""
     share = run("simulate zb-v --workers 8 --micro-batches 16 --p2p 0.1 --costs-of worker")
-    assert "54.8 s" in share.out
-    assert "forward 0.5 s · backward 1 s · message 0.1 s · of a stage, given for a worker" in share.out
+    assert "54.8 F" in share.out
+    assert "forward 0.5 F · backward 1 F · message 0.1 F · of a stage, given for a worker" in share.out
     assert share.err == ""
     stage = run("simulate zb-v --workers 8 --micro-batches 16 --p2p 0.1")
-    assert "106.3 s" in stage.out
+    assert "106.3 F" in stage.out
     assert "costs are those of one stage, and zb-v has 16 for 8 workers" in stage.err
     assert "--costs-of worker" in stage.err
     model = run(
