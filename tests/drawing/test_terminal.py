@@ -71,7 +71,7 @@ P0 0  1  b1 a1 b2 a2 .  .  .  .  .  .
                      =1========0=======
 P1 1  0  a1 b1 a2 b2 .  .  .  .  .  .
                      =1========0=======
-s  0     2     4     6     8     10    12
+F  0     2     4     6     8     10    12
 bubbles 50 %: drain 50 %
 1 forward of micro-batch 1, b its backward, b1 and b2 its halves, . bubble, =1= a gradient sync of stage 1, \
 P0 worker 0
