@@ -23,7 +23,7 @@ from ..mini_batch.batch import Batch
 from ..mini_batch.prefetcher import MicroBatchPrefetcher
 from ..mini_batch.probes import diagnose_aux, diagnose_slices
 from ..stages.input_guard import copied
-from ..stages.passes import StagePass
+from ..stages.passes import Head, StagePass
 from ..stages.recomputed_pass import RecomputedPass, forward_joined
 from ..stages.sample_rows import SampleRows
 from .outputs import UnitHead, part
@@ -62,16 +62,17 @@ class RunForward(RunOp):
         self._sliced = self.op.parts > 1
         self._make_pass = self.copy.pass_maker(splits=self.splits, sliced=self._sliced)
         self._joins = self.copy.recompute is Recompute.STAGE and len(self.units) > 1
+        self._head = self._outputs.boundary_head(self.copy)
 
     @override
     def receive(self, batch: Batch) -> list[ForwardInput]:
-        rows = list(map(batch.rows.__getitem__, self.units))
+        all_rows = batch.rows
         leaf = _leaf if self.copy.entry.changes is False else copied  # another stage may need it as it is
         if self.source is None:
             assert batch.inputs is not None
             inputs = [
-                ForwardInput(unit, each_tensor(value), value, NONE, unit_rows)
-                for unit, unit_rows in zip(self.units, rows, strict=True)
+                ForwardInput(unit, each_tensor(value), value, NONE, all_rows[unit])
+                for unit in self.units
                 for value in (_first_input(unit, batch, batch.inputs),)
             ]
             for unit in self.units:
@@ -80,10 +81,8 @@ class RunForward(RunOp):
         else:
             received = self.source.receive(self.units, leaf, as_leaves=batch.training)
             inputs = [
-                ForwardInput(unit, tensors, unflatten_value(structure, tensors), buffers, unit_rows)
-                for unit, (structure, tensors, buffers), unit_rows in zip(
-                    self.units, received, rows, strict=True
-                )
+                ForwardInput(unit, tensors, unflatten_value(structure, tensors), buffers, all_rows[unit])
+                for unit, (structure, tensors, buffers) in zip(self.units, received, strict=True)
             ]
         if self.skips.takes:
             inputs = list(map(_with_skips, inputs, self.skips.receive(batch, leaf)))
@@ -96,11 +95,14 @@ class RunForward(RunOp):
             if joined is not None:
                 return joined
         outputs = []
+        diagnosed = batch.diagnoses.aux is not None or batch.diagnoses.slices is not None
         for unit_input in inputs:
             unit_pass = self._begin(batch, unit_input)
-            outputs.append(
-                self._save(batch, unit_input, unit_pass, self._forward(batch, unit_input, unit_pass))
-            )
+            if diagnosed:
+                output = self._diagnosed_forward(batch, unit_input, unit_pass)
+            else:
+                output = unit_pass.forward(unit_input.tensors, unit_input.value)
+            outputs.append(self._save(batch, unit_input, unit_pass, output))
         return outputs
 
     @override
@@ -122,14 +124,16 @@ class RunForward(RunOp):
 
     def _begin(self, batch: Batch, inputs: ForwardInput) -> StagePass:
         copy, saved = self.copy, self.in_flight.saved
-        head = UnitHead(self._outputs, copy, batch, inputs.unit, self.skips)
+        head: Head | None = self._head
+        if head is None or not copy.checked:
+            head = UnitHead(self._outputs, copy, batch, inputs.unit, self.skips)
         if not batch.training:
             return copy.begin_evaluation(inputs.rows, batch.step, head, saved, guarded=batch.guarded)
         unit_pass = copy.begin(inputs.rows, batch.step, head, saved, self._make_pass)
         unit_pass.buffers, unit_pass.skip_gradients = inputs.buffers, inputs.skip_gradients
         return unit_pass
 
-    def _forward(self, batch: Batch, inputs: ForwardInput, unit_pass: StagePass) -> Output:
+    def _diagnosed_forward(self, batch: Batch, inputs: ForwardInput, unit_pass: StagePass) -> Output:
         diagnoses, rows = batch.diagnoses, inputs.rows
         is_empty = rows.start == rows.stop
         if diagnoses.slices is not None and not is_empty:
@@ -149,7 +153,7 @@ class RunForward(RunOp):
             self.in_flight.end_later(unit_pass)
         else:
             self._messages.return_buffers(inputs.buffers)
-        return structure, self._outputs.handed_on(tensors)
+        return structure, self.in_flight.saved.without_constants(tensors)
 
     def _forward_joined(self, batch: Batch, inputs: Sequence[ForwardInput]) -> list[Output] | None:
         # None: they have to run one by one
@@ -161,7 +165,7 @@ class RunForward(RunOp):
         outputs = forward_joined(
             [unit_pass for unit_pass in passes if isinstance(unit_pass, RecomputedPass)],
             values,
-            lambda index: self._forward(batch, inputs[index], passes[index]),
+            lambda index: self._diagnosed_forward(batch, inputs[index], passes[index]),
         )
         if outputs is None:
             return None

@@ -193,6 +193,7 @@ class Interpreter:
                 for task in tasks.local_prefix:
                     status.doing, status.waiting_for, status.since = task.action, None, now()
                     _run_named(task) if named else task.run()
+                self.transport.get_ready()
                 if batch is not None:
                     batch.agree()
                 for task in tasks.rest:

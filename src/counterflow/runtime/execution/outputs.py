@@ -25,6 +25,7 @@ from ..mini_batch.probes import loss_probe
 from ..mini_batch.samples import cut, refuse_whole_entries
 from ..mini_batch.slicing import slice_of
 from ..stages.aux_loss import pop_aux_losses, split_aux_losses
+from ..stages.passes import BoundaryHead
 from ..stages.sample_rows import SampleRows
 from ..stages.saved_bytes import SavedBytes
 from ..stages.stage import LocalStage
@@ -53,14 +54,11 @@ class Outputs:
             return flatten_value(output, place)
         return output_parts(skips, output, place, ends=self._slices == 1 or unit.part == self._slices - 1)
 
-    def handed_on(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return tensors to publish, with copies of weights and buffers, which change in place."""
-        saved = self._saved
-        if not any(map(saved.is_constant, tensors)):
-            return tensors
-        return [
-            t.detach().clone().requires_grad_(t.requires_grad) if saved.is_constant(t) else t for t in tensors
-        ]
+    def boundary_head(self, copy: LocalStage) -> BoundaryHead | None:
+        """Head of all units of a stage that gives one value and nothing else; None: no such stage."""
+        skips = copy.skips
+        alone = skips is None or not (skips.gives or (skips.carries and self._slices > 1))
+        return BoundaryHead(f"stage {copy.stage}") if alone and not copy.last else None
 
     def read(self, copy: LocalStage, batch: Batch, output: Any, unit: Unit, *, rerun: bool = False) -> Output:
         """A stage's output taken apart; after the last stage, the unit's share of the loss."""

@@ -84,7 +84,6 @@ class MessageQueue:
             By unit its structure (of activations), its tensors, and the buffers to return when they are no
             longer needed.
         """
-        self.transport.get_ready()
         return self._arrivals.pop(number).take(count, as_leaves=as_leaves)
 
     def take_gradients(
@@ -94,7 +93,6 @@ class MessageQueue:
 
         ``answers`` is the number of the message whose gradients they are, if it can be released now.
         """
-        self.transport.get_ready()
         gradients = self._arrivals.pop(number).take_gradient()
         if answers is not None:
             self._release_answered(answers)

@@ -35,6 +35,7 @@ class RunnableStage(Protocol):
     last: bool
     trains: bool
     checked: bool
+    is_bare: bool
     joins: bool | None
     recompute: Recompute
     layers: tuple[NamedLayer, ...]

@@ -25,16 +25,17 @@ from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 from typing_extensions import override
 
 from counterflow.api.skip import Carried
 from counterflow.common.tensors.dtensors import settled
 from counterflow.common.tensors.graphs import graph_of
+from counterflow.common.tensors.torch_private import gradient_edge
 from counterflow.common.trees import mapped
 from counterflow.verification.diagnosis.graph_leaves import StageGraph, diagnose_graph
 
-from ..messages.values import Value
+from ..messages.values import Value, flatten_value
 from ..transport.base import PeerLost, TimedOut
 from .detach_points import DetachPoints
 from .input_guard import copied
@@ -79,6 +80,33 @@ class RawHead:
     def empty() -> Output:
         """Return None."""
         return None, []
+
+    @staticmethod
+    def targets() -> list[Tensor]:
+        """Return no targets."""
+        return []
+
+
+class BoundaryHead:
+    """Head of a stage whose output goes to the next stage, for all units.
+
+    Args:
+        place: the stage, for messages.
+    """
+
+    __slots__ = ("_place",)
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+
+    def __call__(self, output: Any, *, rerun: bool = False) -> Output:
+        """Return the output's structure and tensors."""
+        del rerun
+        return flatten_value(output, self._place)
+
+    def empty(self) -> Output:
+        """Return the output of a unit without samples."""
+        return flatten_value(None, self._place)
 
     @staticmethod
     def targets() -> list[Tensor]:
@@ -218,13 +246,24 @@ class PlainPass(StagePass):
     def __init__(
         self, stage: RunnableStage, rows: SampleRows, step: int, head: Head, meter: SavedBytes
     ) -> None:
-        super().__init__(stage, rows, step, head, meter)
+        StagePass.__init__(self, stage, rows, step, head, meter)
         self.inputs: list[Tensor] = []
         self.edges: Sequence[GradientEdge] = ()
         self.graded: Sequence[bool] | None = None
         self.saved: list[SavedStorage] = []
         self.detach_points: DetachPoints | None = None
         self._ended = False
+
+    @override
+    def forward(self, inputs: list[Tensor], value: Value) -> Output:
+        if not self.stage.is_bare or self.meter.counting:
+            return super().forward(inputs, value)
+        self.inputs = inputs
+        output = self.head(self.run(value))
+        self.outputs = output[1]
+        if self.detach_points is not None:
+            self.detach_points.learn(output[1], inputs)
+        return output
 
     @override
     def _forward(self, inputs: list[Tensor], value: Value) -> Output:
@@ -313,7 +352,7 @@ class PlainPass(StagePass):
     @override
     def settle(self) -> None:
         if self.outputs:
-            self.edges = [get_gradient_edge(t) for t in self.outputs if t.requires_grad]
+            self.edges = [gradient_edge(t) for t in self.outputs if t.requires_grad]
             self.outputs = []
         elif self._ended:
             self.inputs, self.edges, self.detach_points = [], (), None

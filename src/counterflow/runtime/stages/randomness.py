@@ -102,7 +102,7 @@ class RandomStreams(StageWrapper):
         """
         key = self._key(step, _UPDATES[what], of[0])
         for more in of[1:]:
-            key = self._mixed(key + more)
+            key = _mixed(key + more)
         return self._from(key)
 
     def layer(self, index: int, step: int, rows: SampleRows) -> AbstractContextManager[Any]:
@@ -113,16 +113,14 @@ class RandomStreams(StageWrapper):
             step: the step's number.
             rows: which samples it runs on.
         """
-        return self._from(self._layer_key(index, step, rows))
-
-    def _layer_key(self, index: int, step: int, rows: SampleRows) -> int:
-        # 0: the whole micro-batch, or its first slice.
-        part = rows.slice << 64 | rows.start << 32 | rows.samples - rows.stop
-        return self._key(step, rows.micro_batch, index, part)
+        return self._from(self._key(step, rows.micro_batch, index, _part(rows)))
 
     @override
     def wrap_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
-        key = self._layer_key(layer.index, step, rows)
+        part = (
+            rows.slice << 64 | rows.start << 32 | rows.samples - rows.stop
+        )  # ``_part``, for a layer's host cost
+        key = self._key(step, rows.micro_batch, layer.index, part)
         if self.shared:
             with self._seeded(key):
                 return run(value, step, rows)
@@ -145,14 +143,9 @@ class RandomStreams(StageWrapper):
             base = number_of(self.seed, step)
             self._bases[step % _STEPS] = self.seed, step, base
         mixed = base + micro_batch * 0x9E3779B97F4A7C15 + index * 0xD1342543DE82EF95
-        return self._mixed(mixed + part * 0xD6E8FEB86659FD93)
-
-    @staticmethod
-    def _mixed(number: int) -> int:
-        mixed = number & _BITS
-        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _BITS
-        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _BITS
-        return mixed >> 12
+        mixed = (mixed + part * 0xD6E8FEB86659FD93) & _BITS
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _BITS  # ``_mixed``, for a layer's host cost
+        return (((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _BITS) >> 12
 
     @contextmanager
     def continued(
@@ -172,7 +165,7 @@ class RandomStreams(StageWrapper):
         ends: list[Tensor] = []
         with self.preserved():
             if states is None:
-                key = self._layer_key(index, step, rows)
+                key = self._key(step, rows.micro_batch, index, _part(rows))
                 for generator in self.generators:
                     generator.manual_seed(key)
             else:
@@ -232,3 +225,15 @@ class RandomStreams(StageWrapper):
             for generator in self.generators:
                 generator.manual_seed(key)
             yield
+
+
+def _part(rows: SampleRows) -> int:
+    """Number of a unit in its micro-batch; 0: all of it, or its first slice."""
+    return rows.slice << 64 | rows.start << 32 | rows.samples - rows.stop
+
+
+def _mixed(number: int) -> int:
+    mixed = number & _BITS
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _BITS
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _BITS
+    return mixed >> 12

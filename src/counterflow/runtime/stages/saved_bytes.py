@@ -71,10 +71,19 @@ class SavedBytes:
         """Exclude further copies of a mini-batch in flight."""
         self._excluded |= pointers(tensors)
 
-    def is_constant(self, tensor: Tensor) -> bool:
-        """True if a tensor has the memory of a parameter or buffer."""
-        if type(tensor) is Tensor:
-            return pointer(tensor) in self._constant
+    def without_constants(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return tensors, and copies of those that have the memory of a parameter or buffer."""
+        constant = self._constant
+        for tensor in tensors:
+            if type(tensor) is not Tensor or pointer(tensor) in constant:
+                break
+        else:
+            return tensors
+        return [
+            t.detach().clone().requires_grad_(t.requires_grad) if self._is_constant(t) else t for t in tensors
+        ]
+
+    def _is_constant(self, tensor: Tensor) -> bool:
         return any(pointer(part) in self._constant for part in parts(tensor))
 
     def counter(self, collected: list[SavedStorage]) -> Callable[[Tensor], None] | None:

@@ -101,6 +101,8 @@ class LocalStage:
         """Versions of the weights, in asynchronous schemes."""
         self.checked = False
         """True if the stage's first graph was diagnosed."""
+        self.is_bare = False
+        """True if a forward is nothing but the layers and the head: no casts, no replays, no diagnosis."""
         self.trains = any(p.requires_grad for p in self.parameters())
         self.module: StageModule | None = None
         """Module with the hooks of weights that are sharded over further dimensions of the mesh."""
@@ -126,10 +128,9 @@ class LocalStage:
         self.precision = precision(self)
         self.replays: LayerReplays | None = None
         """Replays of the layers, if these are recomputed one by one."""
-        if recompute is Recompute.LAYER:
+        if by_layer := recompute is Recompute.LAYER:
             computing = self.precision.computing
             self.replays = LayerReplays(self.layers, streams.device, computing, self.split_planner.note)
-        by_layer = recompute is Recompute.LAYER
         self._generation_cache: GenerationCache | None = None
         self._skip_runner = None if skips is None else SkipRunner(skips, self.layers, by_layer=by_layer)
         self._pass_by = None if skips is None else PassBy(skips, self.layers)
@@ -147,6 +148,7 @@ class LocalStage:
         # A new wrapper has its place here, outermost first, and in ``layer_runs``, ``uncompiled`` and
         # ``loss_of_step`` if checks and the witness have to run layers within it.
         precision = None if self.precision.plain else self.precision
+        self.is_bare = precision is None and self.replays is None and self.checked
         compiles = self._compiled is not None
         hooks = self.split_planner.hooks if self._splits and not compiles else None
         split_planner = self.split_planner if self._splits else None

@@ -161,7 +161,7 @@ class Control(ABC):
         """Overwrite a host tensor by that of rank ``source``, on all ranks; for rare and large tensors."""
 
     def get_ready(self) -> None:
-        """Post receives of later gathers ahead: called where a worker is likely to wait."""
+        """Post receives of later gathers ahead: called in each step, before a worker waits."""
         return  # most have nothing to do
 
     @abstractmethod
@@ -211,6 +211,7 @@ class Transport(ABC):
         matching: how two ranks' messages are matched: by their order in both directions, or by tags.
         record_folder: folder for records of a failure.
         launches_hold: True if each launch holds its host until the launched work is done.
+        follows_ops: True if ``stay_near`` and ``computed`` are called before and after each op.
     """
 
     kind: TransportKind
@@ -218,6 +219,7 @@ class Transport(ABC):
     matching: Matching = Matching.ORDER
     record_folder: Path = Path()
     launches_hold: bool = False
+    follows_ops: bool = False
 
     def __init__(self, control: Control, device: torch.device) -> None:
         self.control, self.device = control, device

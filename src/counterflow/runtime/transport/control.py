@@ -40,7 +40,7 @@ from .headers import (
     describe,
     lane_tag,
 )
-from .pending import Transfer, all_completed
+from .pending import Transfer
 from .staging import CopyOut, PendingSend, SendReaper, Stager, cuda_copy_out
 from .worker_watch import Watch
 
@@ -70,6 +70,37 @@ class DevicePlane(Protocol):
 
     def abort(self) -> None:
         """End the device's waits; called from another thread."""
+
+
+class Works(Transfer[None]):
+    """Works of torch.distributed with a peer.
+
+    Args:
+        control: waits for them, and explains errors.
+        works: the works.
+        peer: rank of the other side; -1: a collective.
+    """
+
+    __slots__ = ("_control", "_peer", "_works")
+
+    def __init__(self, control: ProcessControl, works: Sequence[Work], peer: int) -> None:
+        self._control, self._peer = control, peer
+        self._works: Sequence[Work] | None = works
+
+    @override
+    def done(self) -> bool:
+        """Gloo reports that a receive is completed only when it is waited for."""
+        return self._works is None or all(work.is_completed() for work in self._works)
+
+    @override
+    def wait(self) -> None:
+        if self._works is not None:
+            self._control.wait(self._works, self._peer)
+            self._works = None  # what they refer to may go
+
+    @override
+    def then(self, call: Callable[[None], _T]) -> Transfer[_T]:
+        return Transfer(lambda: call(self.wait()), self.done)
 
 
 class ProcessControl(Control):
@@ -205,7 +236,7 @@ class ProcessControl(Control):
 
     def in_flight(self, works: Sequence[Work], peer: int) -> Transfer[None]:
         """Combine works of torch.distributed with a peer (-1: a collective)."""
-        return Transfer(lambda: self.wait(works, peer), all_completed(works))
+        return Works(self, works, peer)
 
     def _post_host(self, tensor: Tensor, peer: int, tag: int) -> Work:
         with unnoted():

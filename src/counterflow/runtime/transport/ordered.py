@@ -231,6 +231,8 @@ class OrderedTransport(Transport):
             except RuntimeError as error:
                 raise self.control.translate_error(error, peer) from error
 
+    follows_ops = True
+
     @override
     def computed(self) -> None:
         self.progress.computed()
