@@ -23,8 +23,8 @@ def parts_of(pipeline: Pipeline, keys: Iterable[str]) -> dict[Part, list[str]]:
     """Keys of local state by the part of a stage to which they belong."""
     first = first_names(pipeline)
     of: dict[str, list[Part]] = {}
-    for stage, copy in pipeline.stages.items():
-        for layer in copy.with_weights:
+    for stage, local_stage in pipeline.stages.items():
+        for layer in local_stage.with_weights:
             for name in layer.state():
                 full = layer.names[name]
                 of.setdefault(first.get(full, full), []).append((stage,))

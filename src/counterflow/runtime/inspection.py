@@ -68,7 +68,7 @@ class Inspection:
     @property
     def compiled(self) -> dict[int, tuple[CompiledLayers, ...]]:
         """Compiled layers by stage."""
-        layers = {stage: copy.compiled_layers() for stage, copy in self._stages.items()}
+        layers = {stage: local_stage.compiled_layers() for stage, local_stage in self._stages.items()}
         return {stage: compiled for stage, compiled in layers.items() if compiled}
 
     def log(self) -> None:

@@ -62,7 +62,7 @@ def gradient_edge(tensor: Tensor) -> GradientEdge:
     Without: ``get_gradient_edge``, which takes three times as long for all but leaves and nodes of Python.
     """
     node = tensor.grad_fn
-    if node is None or isinstance(node, torch._C._FunctionBase):  # noqa: SLF001
+    if node is None or isinstance(cast("object", node), torch._C._FunctionBase):  # noqa: SLF001
         return get_gradient_edge(tensor)
     return GradientEdge(node, tensor.output_nr)
 

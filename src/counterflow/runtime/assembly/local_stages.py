@@ -215,7 +215,7 @@ def _refuse_slices(schedule: Schedule, execution: Execution) -> None:
 
 def _split(schedule: Schedule, stages: dict[int, LocalStage]) -> tuple[int, ...]:
     split = {op.stage for op in schedule.ops() if op.kind.rest is not None}
-    numbers = tuple(stage for stage, copy in stages.items() if stage in split and copy.trains)
+    numbers = tuple(stage for stage, local_stage in stages.items() if stage in split and local_stage.trains)
     for stage in numbers:
         stages[stage].split()
     return numbers
@@ -249,7 +249,7 @@ def _sharded(
             "mesh knows its part; omit clip_norm, or take a synchronous scheme"
         )
     lengths = schedule.workload.lengths
-    modules = [StageModule(stage, copy.layers, lengths) for stage, copy in stages.items()]
+    modules = [StageModule(stage, local_stage.layers, lengths) for stage, local_stage in stages.items()]
     reduced = parallelize_stages(modules, parallelize, further, mesh)
     for module in modules:
         skips = model.skips[module.number] is not None
@@ -269,10 +269,10 @@ def _sharded(
         stages[module.number].attach_module(module)
     tensors = (
         (name, tensor)
-        for copy in stages.values()
+        for local_stage in stages.values()
         for name, tensor in (
-            *named_parameters(copy, model.names).items(),
-            *(pair for pair in named_buffers(copy) if is_dtensor(pair[1])),
+            *named_parameters(local_stage, model.names).items(),
+            *(pair for pair in named_buffers(local_stage) if is_dtensor(pair[1])),
         )
     )
     names = further.mesh_dim_names or ()

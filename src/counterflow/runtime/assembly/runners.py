@@ -86,9 +86,9 @@ def runners_of(
 
 def _roots(local: LocalStages) -> dict[int, list[Root]]:
     roots: dict[int, list[Root]] = {}
-    for stage, copy in local.stages.items():
-        roots[stage] = [(layer.index, layer.module) for layer in copy.layers]
-        if copy.last and local.loss_function is not None:
+    for stage, local_stage in local.stages.items():
+        roots[stage] = [(layer.index, layer.module) for layer in local_stage.layers]
+        if local_stage.last and local.loss_function is not None:
             roots[stage].append((LOSS, local.loss_function))
     return roots
 

@@ -78,7 +78,7 @@ class RunBackward(GradientTask):
             inputs.unit_pass.prepare(defers=self._defers)
         inputs.unit_pass.backward(inputs.gradients)
         if self.ends_gradients:
-            self.copy.sum_fsdp_gradients()
+            self.local_stage.sum_fsdp_gradients()
 
     @override
     def publish(self, batch: Batch, inputs: _Gradients, result: None) -> None:
@@ -108,7 +108,7 @@ class RunWeightGradients(GradientTask):
         del batch
         inputs.weight_gradients()
         if self.ends_gradients:
-            self.copy.sum_fsdp_gradients()
+            self.local_stage.sum_fsdp_gradients()
 
     @override
     def publish(self, batch: Batch, inputs: StagePass, result: None) -> None:

@@ -60,14 +60,16 @@ class RunForward(RunOp):
         """True if all losses of the mini-batch exist after it."""
         self._messages = self.in_flight.messages
         self._sliced = self.op.parts > 1
-        self._make_pass = self.copy.pass_maker(splits=self.splits, sliced=self._sliced)
-        self._joins = self.copy.recompute is Recompute.STAGE and len(self.units) > 1
-        self._head = self._outputs.boundary_head(self.copy)
+        self._make_pass = self.local_stage.pass_maker(splits=self.splits, sliced=self._sliced)
+        self._joins = self.local_stage.recompute is Recompute.STAGE and len(self.units) > 1
+        self._head = self._outputs.boundary_head(self.local_stage)
 
     @override
     def receive(self, batch: Batch) -> list[ForwardInput]:
         all_rows = batch.rows
-        leaf = _leaf if self.copy.entry.changes is False else copied  # another stage may need it as it is
+        leaf = (
+            _leaf if self.local_stage.entry.changes is False else copied
+        )  # another stage may need it as it is
         if self.source is None:
             assert batch.inputs is not None
             inputs = [
@@ -90,7 +92,7 @@ class RunForward(RunOp):
 
     @override
     def compute(self, batch: Batch, inputs: Sequence[ForwardInput]) -> Sequence[Output]:
-        if self._joins and batch.training and self.copy.joins is not False:
+        if self._joins and batch.training and self.local_stage.joins is not False:
             joined = self._forward_joined(batch, inputs)
             if joined is not None:
                 return joined
@@ -123,13 +125,13 @@ class RunForward(RunOp):
             batch.losses.start_reading()
 
     def _begin(self, batch: Batch, inputs: ForwardInput) -> StagePass:
-        copy, saved = self.copy, self.in_flight.saved
+        local_stage, saved = self.local_stage, self.in_flight.saved
         head: Head | None = self._head
-        if head is None or not copy.checked:
-            head = UnitHead(self._outputs, copy, batch, inputs.unit, self.skips)
+        if head is None or not local_stage.checked:
+            head = UnitHead(self._outputs, local_stage, batch, inputs.unit, self.skips)
         if not batch.training:
-            return copy.begin_evaluation(inputs.rows, batch.step, head, saved, guarded=batch.guarded)
-        unit_pass = copy.begin(inputs.rows, batch.step, head, saved, self._make_pass)
+            return local_stage.begin_evaluation(inputs.rows, batch.step, head, saved, guarded=batch.guarded)
+        unit_pass = local_stage.begin(inputs.rows, batch.step, head, saved, self._make_pass)
         unit_pass.buffers, unit_pass.skip_gradients = inputs.buffers, inputs.skip_gradients
         return unit_pass
 
@@ -137,13 +139,18 @@ class RunForward(RunOp):
         diagnoses, rows = batch.diagnoses, inputs.rows
         is_empty = rows.start == rows.stop
         if diagnoses.slices is not None and not is_empty:
-            diagnose_slices(diagnoses.slices, self.copy, inputs.value, batch.step, rows)
-        if diagnoses.aux is None or self.copy.aux_losses.collects is False or batch.guarded or is_empty:
+            diagnose_slices(diagnoses.slices, self.local_stage, inputs.value, batch.step, rows)
+        if (
+            diagnoses.aux is None
+            or self.local_stage.aux_losses.collects is False
+            or batch.guarded
+            or is_empty
+        ):
             return unit_pass.forward(inputs.tensors, inputs.value)
         value = mapped(copied, inputs.value)
         output = unit_pass.forward(inputs.tensors, inputs.value)
-        if self.copy.aux_losses.collects:
-            diagnose_aux(diagnoses.aux, self.copy, value, batch.step, rows)
+        if self.local_stage.aux_losses.collects:
+            diagnose_aux(diagnoses.aux, self.local_stage, value, batch.step, rows)
         return output
 
     def _save(self, batch: Batch, inputs: ForwardInput, unit_pass: StagePass, output: Output) -> Output:
@@ -175,7 +182,7 @@ class RunForward(RunOp):
         passes = self.in_flight.passes
         if unit.part:  # it has the state of the slice before as input
             passes[self.stage, unit._replace(part=unit.part - 1)].release_state()
-        skips, (parts, tensors) = self.copy.skips, output
+        skips, (parts, tensors) = self.local_stage.skips, output
         if skips is not None and skips.carries and unit.part < unit.parts - 1:
             assert isinstance(parts, OutputLayout)
             _, count = parts.pieces[-1]

@@ -87,7 +87,9 @@ class Interpreter:
         self.slots = slots
         self.worker = worker
         self.transport = transport
-        self._precisions = [copy.precision for copy in stages.values() if not copy.precision.plain]
+        self._precisions = [
+            local_stage.precision for local_stage in stages.values() if not local_stage.precision.plain
+        ]
         self.saved = saved
         self.tracing = False
         """Whether ``timeline`` has all ops since ``trace``, and not only those of the last step."""
@@ -128,7 +130,7 @@ class Interpreter:
                 pairs.append((len(tasks), len(tasks) + len(action.pair)))
             task = make(action, self._tools, period_offset)
             tasks.append(task)
-            if isinstance(task, RunForward) and task.copy.last:
+            if isinstance(task, RunForward) and task.local_stage.last:
                 last_loss = task
             if isinstance(task, GradientTask) and Product.WEIGHT_GRADIENTS in task.op.kind.makes:
                 last[task.stage, self.schedule.period_of(task.op)] = task
@@ -206,7 +208,7 @@ class Interpreter:
             raise
         except Exception as error:
             place = self._place(tasks, task)
-            layers = (layer for copy in self._tools.stages.values() for layer in copy.layers)
+            layers = (layer for local_stage in self._tools.stages.values() for layer in local_stage.layers)
             if (layer := failing_layer(error, layers)) is not None:
                 place = f"{place}, {place_of(layer)}"
             raise worker_error(place, error, self.transport) from error

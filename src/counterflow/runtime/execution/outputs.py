@@ -47,23 +47,25 @@ class Outputs:
         self._slices = schedule.workload.slices
         self._saved = saved
 
-    def parts_of(self, copy: LocalStage, output: Any, unit: Unit) -> Output:
+    def parts_of(self, local_stage: LocalStage, output: Any, unit: Unit) -> Output:
         """Take a stage's output apart; None: the unit has no samples."""
-        place, skips = f"stage {copy.stage}", copy.skips
+        place, skips = f"stage {local_stage.stage}", local_stage.skips
         if skips is None or not (skips.gives or (skips.carries and self._slices > 1)):
             return flatten_value(output, place)
         return output_parts(skips, output, place, ends=self._slices == 1 or unit.part == self._slices - 1)
 
-    def boundary_head(self, copy: LocalStage) -> BoundaryHead | None:
+    def boundary_head(self, local_stage: LocalStage) -> BoundaryHead | None:
         """Head of all units of a stage that gives one value and nothing else; None: no such stage."""
-        skips = copy.skips
+        skips = local_stage.skips
         alone = skips is None or not (skips.gives or (skips.carries and self._slices > 1))
-        return BoundaryHead(f"stage {copy.stage}") if alone and not copy.last else None
+        return BoundaryHead(f"stage {local_stage.stage}") if alone and not local_stage.last else None
 
-    def read(self, copy: LocalStage, batch: Batch, output: Any, unit: Unit, *, rerun: bool = False) -> Output:
+    def read(
+        self, local_stage: LocalStage, batch: Batch, output: Any, unit: Unit, *, rerun: bool = False
+    ) -> Output:
         """A stage's output taken apart; after the last stage, the unit's share of the loss."""
-        if not copy.last:
-            return self.parts_of(copy, output, unit)
+        if not local_stage.last:
+            return self.parts_of(local_stage, output, unit)
         state: dict[int, Any] = {}
         if type(output) is Carried:
             output, state = output
@@ -77,12 +79,12 @@ class Outputs:
             batch.watch.outputs[unit.part] = mapped(_copy, output)
         if not batch.has_loss:
             return None, []
-        loss = self._loss_of(copy, batch, output, unit, added, rerun=rerun)
-        return (None, [loss]) if not state else self.parts_of(copy, Carried(loss, state), unit)
+        loss = self._loss_of(local_stage, batch, output, unit, added, rerun=rerun)
+        return (None, [loss]) if not state else self.parts_of(local_stage, Carried(loss, state), unit)
 
     def _loss_of(
         self,
-        copy: LocalStage,
+        local_stage: LocalStage,
         batch: Batch,
         output: Any,
         unit: Unit,
@@ -103,10 +105,10 @@ class Outputs:
                 share = samples * rows.positions / rows.sequence_length
             for diagnosis in diagnoses:
                 size = rows.positions if diagnosis.of_positions else samples
-                diagnosis.begin(loss_probe(copy, self._loss_function), output, target, size)
+                diagnosis.begin(loss_probe(local_stage, self._loss_function), output, target, size)
             size = elements_in(output)
-            output = self._loss(copy, batch, output, target, rows)
-        loss = copy.means.read(output, share)
+            output = self._loss(local_stage, batch, output, target, rows)
+        loss = local_stage.means.read(output, share)
         if rows.slices > 1 and self._loss_function is None and loss.weight is None:
             raise ConfigError(
                 "the last layer gives a mean, and it is not known of how much of a sequence that a slice "
@@ -126,7 +128,7 @@ class Outputs:
         for diagnosis in diagnoses:
             diagnosis.end()
         terms = pop_aux_losses()  # the loss function adds to itself as layers do
-        if (added or terms) and copy.means.compares:
+        if (added or terms) and local_stage.means.compares:
             loss = loss.with_shares(share, size)
         for shares in (terms, added):
             if shares:
@@ -137,10 +139,10 @@ class Outputs:
             batch.enter(entry)
         return loss.loss * (entry.by * batch.loss_scale)
 
-    def _loss(self, copy: LocalStage, batch: Batch, output: Any, target: Any, rows: SampleRows) -> Any:
+    def _loss(self, local_stage: LocalStage, batch: Batch, output: Any, target: Any, rows: SampleRows) -> Any:
         assert self._loss_function is not None
         try:
-            return copy.run_loss((self._loss_function, output, target), batch.step, rows)
+            return local_stage.run_loss((self._loss_function, output, target), batch.step, rows)
         except Exception as error:
             samples = rows.stop - rows.start
             refuse_whole_entries(error, target, batch.target_dims, samples, sum(batch.samples))
@@ -152,7 +154,7 @@ class UnitHead:
 
     Args:
         outputs: the worker's.
-        copy: the stage.
+        local_stage: the stage.
         batch: mini-batch of the unit.
         unit: the unit.
         skips: skip connections of the op.
@@ -160,8 +162,16 @@ class UnitHead:
 
     __slots__ = ("_batch", "_copy", "_outputs", "_skips", "_unit")
 
-    def __init__(self, outputs: Outputs, copy: LocalStage, batch: Batch, unit: Unit, skips: OpSkips) -> None:
-        self._outputs, self._copy, self._batch, self._unit, self._skips = outputs, copy, batch, unit, skips
+    def __init__(
+        self, outputs: Outputs, local_stage: LocalStage, batch: Batch, unit: Unit, skips: OpSkips
+    ) -> None:
+        self._outputs, self._copy, self._batch, self._unit, self._skips = (
+            outputs,
+            local_stage,
+            batch,
+            unit,
+            skips,
+        )
 
     def __call__(self, output: Any, *, rerun: bool = False) -> Output:
         """Return the output's structure and tensors; values that are made once per mini-batch are sent."""

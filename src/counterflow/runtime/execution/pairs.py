@@ -99,7 +99,9 @@ class RunPair(ActionTask):
         self._mark = in_flight.clock.begin()
         device, training = transport.device, batch.training
         forward, backwards = (partial(self._compute, batch, side) for side in self._sides)
-        turns = Turns(forward, partial(_in_thread, backwards, _stream(device), training), first.copy.streams)
+        turns = Turns(
+            forward, partial(_in_thread, backwards, _stream(device), training), first.local_stage.streams
+        )
         turns.run(self._thread.executor, begins=int(not first.op.kind.is_forward))
         transport.computed()
         for task in self._tasks:

@@ -113,8 +113,9 @@ class Runner:
         most = execution.max_norm
         self._limit = None if most is None else most / math.sqrt(schedule.stages)
         if not self._flushes:
-            for stage, copy in weights.stages.items():
-                copy.versions = Versions(stage, copy.parameters, self.interpreter.saved.exclude_constants)
+            exclude = self.interpreter.saved.exclude_constants
+            for stage, local_stage in weights.stages.items():
+                local_stage.versions = Versions(stage, local_stage.parameters, exclude)
         self._gathers = StepGathers(
             workers,
             digests=weights.digests.columns,
@@ -272,7 +273,8 @@ class Runner:
                 versions.show_latest()
 
     def _versions(self) -> list[Versions]:
-        return [copy.versions for copy in self.weights.stages.values() if copy.versions is not None]
+        versions = (local_stage.versions for local_stage in self.weights.stages.values())
+        return [of_stage for of_stage in versions if of_stage is not None]
 
     # -- losses and norms
 
@@ -427,21 +429,21 @@ class Runner:
 
     def _update(self, action: Update) -> None:
         stage, version = action.stage, action.version + self._offset
-        mini_batch, copy = self._of(action.version - 1), self.weights.stages[stage]
-        if copy.versions is None:
+        mini_batch, local_stage = self._of(action.version - 1), self.weights.stages[stage]
+        if local_stage.versions is None:
             if self._skipped:
                 self.weights.skip(stage)
             else:
                 self.weights.update(stage, mini_batch.step)
-            copy.precision.forget()
+            local_stage.precision.forget()
             return
         frees = [freed + self._offset for freed in action.frees]
-        copy.versions.make(version, frees)
-        with copy.versions.unseen():
+        local_stage.versions.make(version, frees)
+        with local_stage.versions.unseen():
             self.weights.update(stage, mini_batch.step)
         if mini_batch.compared:
             mini_batch.digests.append(devices.HostCopy(self.weights.digests.digests({stage}, buffers=False)))
-        copy.precision.updated(version, frees)
+        local_stage.precision.updated(version, frees)
 
     def _of(self, period: int) -> MiniBatch:
         return self._mini_batches[period + self._offset]

@@ -73,10 +73,10 @@ class RunOp(ActionTask):
         super().__init__(action)
         op = self.op = action.op
         self.stage = op.stage
-        self.copy = tools.stages[op.stage]
+        self.local_stage = tools.stages[op.stage]
         self.units = tools.addresses.units(op, period_offset)
         self.slot = self.units[0].slot
-        addresses, in_flight, skips = tools.addresses, tools.in_flight, self.copy.skips
+        addresses, in_flight, skips = tools.addresses, tools.in_flight, self.local_stage.skips
         takes, gives = addresses.by_skips(op, period_offset)
         if skips is not None and skips.carries:
             states_in, states_out = addresses.carried(op)
@@ -106,7 +106,7 @@ class RunOp(ActionTask):
             in_flight.end_ops()  # work that has time until an op runs
         batch = in_flight.batches[self.slot]
         inputs = self.receive(batch)
-        begin, versions = clock.begin(), self.copy.versions
+        begin, versions = clock.begin(), self.local_stage.versions
         if versions is not None and batch.training:
             versions.use(op.version + in_flight.period_offset)
         result = self.compute(batch, inputs)

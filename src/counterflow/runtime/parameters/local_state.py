@@ -143,8 +143,8 @@ class LocalState:
         """
         self._copies.order()
         parts = []
-        for copy in self._stages.values():
-            for layer in copy.with_weights:
+        for local_stage in self._stages.values():
+            for layer in local_stage.with_weights:
                 part = {}
                 for name, value in layer.state().items():
                     part[name] = saved = matching(state, self._names_of(layer.names[name]), value)

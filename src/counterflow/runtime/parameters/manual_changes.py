@@ -41,7 +41,7 @@ class ManualChanges:
         """Note all tensors at the end of a step."""
         if not self._stages:
             return
-        tensors = {stage: tensors_of(copy) for stage, copy in self._stages.items()}
+        tensors = {stage: tensors_of(local_stage) for stage, local_stage in self._stages.items()}
         self._noted = {
             stage: [(t, t._version, local(t).data_ptr()) for t in of_stage]  # noqa: SLF001 - documented as it
             for stage, of_stage in tensors.items()
@@ -60,26 +60,26 @@ class ManualChanges:
             ConfigError: there is one.
         """
         for stage, noted in self._noted.items():
-            copy = self._stages[stage]
-            tensors = tensors_of(copy)
+            local_stage = self._stages[stage]
+            tensors = tensors_of(local_stage)
             now = [(id(t), t._version, local(t).data_ptr()) for t in tensors]  # noqa: SLF001 - documented as it
             then = [(id(tensor), version, address) for tensor, version, address in noted]
             contents = self._contents.get(stage)
             if now == then and (contents is None or bool(digest(tensors, self._device) == contents)):
                 continue
             changed = (t for t, state, old in zip(tensors, now, then, strict=False) if state != old)
-            raise ConfigError(_refusal(copy, next(changed, None)))
+            raise ConfigError(_refusal(local_stage, next(changed, None)))
 
 
-def _refusal(copy: LocalStage, tensor: Tensor | None) -> str:
+def _refusal(local_stage: LocalStage, tensor: Tensor | None) -> str:
     names = (
         f"{name!r} of layer {layer.index} ({type(layer.module).__name__})"
-        for layer in copy.with_weights
+        for layer in local_stage.with_weights
         for name, candidate in (*layer.module.named_parameters(), *layer.module.named_buffers())
         if candidate is tensor
     )
     return (
-        f"{next(names, f'a weight or a buffer of stage {copy.stage}')} was changed between steps while "
+        f"{next(names, f'a weight or buffer of stage {local_stage.stage}')} was changed between steps while "
         "mini-batches are in flight, which need it as it was, and whose updates only some stages have made; "
         "call flush() before the change"
     )

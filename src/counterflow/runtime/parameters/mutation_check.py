@@ -35,8 +35,8 @@ class InPlaceMutationCheck:
         self.buffer_contents: dict[int, Contents] = {}
         self.mutated_weights: set[str] = set()
         self._watched = {
-            stage: [parameter for parameter in copy.parameters() if not is_dtensor(parameter)]
-            for stage, copy in stages.items()
+            stage: [parameter for parameter in local_stage.parameters() if not is_dtensor(parameter)]
+            for stage, local_stage in stages.items()
         }
         """Parameters of each stage that are not sharded."""
         self._unchanged: dict[int, list[int]] = {}
@@ -45,16 +45,16 @@ class InPlaceMutationCheck:
     def note_buffers(self) -> None:
         """Note the contents of buffers of stages with copies."""
         self.buffer_contents = {
-            stage: copy.buffers.snapshot()
-            for stage, copy in self._stages.items()
-            if self._groups.get(stage) is not None and copy.buffers.places
+            stage: local_stage.buffers.snapshot()
+            for stage, local_stage in self._stages.items()
+            if self._groups.get(stage) is not None and local_stage.buffers.places
         }
 
     def note_parameters(self) -> None:
         """Note the number of changes of the parameters, for ``check`` and ``refuse_overwritten``."""
-        for copy in self._stages.values():
-            if copy.versions is not None:
-                copy.versions.note()
+        for local_stage in self._stages.values():
+            if local_stage.versions is not None:
+                local_stage.versions.note()
         self._unchanged = {
             stage: [parameter._version for parameter in watched]  # noqa: SLF001 - documented as it
             for stage, watched in self._watched.items()
@@ -90,17 +90,17 @@ class InPlaceMutationCheck:
                 )
             self.mutated_weights.add(full)
         for stage, before in self.buffer_contents.items():
-            group, copy = self._groups[stage], self._stages[stage]
+            group, local_stage = self._groups[stage], self._stages[stage]
             assert group is not None
-            current = copy.buffers.snapshot()
-            counters = copy.buffers.summed if copy.versions is None else ()
+            current = local_stage.buffers.snapshot()
+            counters = local_stage.buffers.summed if local_stage.versions is None else ()
             for number, (old, new) in enumerate(zip(before, current, strict=True)):
                 if number in counters or old is new or old is None or new is None:
                     continue
                 if old.shape != new.shape or old.equal(new):
                     continue
-                module, name = copy.buffers.places[number]
-                layer = next(x for x in copy.with_weights if module in set(x.module.modules()))
+                module, name = local_stage.buffers.places[number]
+                layer = next(x for x in local_stage.with_weights if module in set(x.module.modules()))
                 raise ConfigError(
                     f"layer {layer.index} ({type(layer.module).__name__}) changes its buffer {name!r} in "
                     f"training, and each of the {len(group.ranks)} copies of stage {stage} would change its "

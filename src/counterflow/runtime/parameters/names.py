@@ -33,29 +33,31 @@ def shared_names(names: Names) -> dict[str, list[int]]:
     return {name: stages for name, stages in users.items() if len(stages) > 1}
 
 
-def named_parameters(copy: LocalStage, names: Names) -> dict[str, nn.Parameter]:
+def named_parameters(local_stage: LocalStage, names: Names) -> dict[str, nn.Parameter]:
     """The parameters of a stage at hand, by the name of the first that is the same."""
-    stage_names = iter(names[copy.stage])
+    stage_names = iter(names[local_stage.stage])
     return {
         next(stage_names)[1]: parameter
-        for layer in copy.with_weights
+        for layer in local_stage.with_weights
         for _, parameter in layer.module.named_parameters(remove_duplicate=False)
     }
 
 
-def named_tensors(copy: LocalStage, names: Names, *, buffers: bool = True) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(
+    local_stage: LocalStage, names: Names, *, buffers: bool = True
+) -> Iterator[tuple[str, Tensor]]:
     """Parameters of a stage under their first names, and buffers, in the order of ``tensors_of``."""
-    first = dict(names[copy.stage])
-    for layer in copy.with_weights:
+    first = dict(names[local_stage.stage])
+    for layer in local_stage.with_weights:
         for name, parameter in layer.module.named_parameters():
             yield first[layer.names[name]], parameter
         if buffers:
             yield from _buffers_of(layer)
 
 
-def named_buffers(copy: LocalStage) -> Iterator[tuple[str, Tensor]]:
+def named_buffers(local_stage: LocalStage) -> Iterator[tuple[str, Tensor]]:
     """Buffers of a stage by name; those that are in no state are named by layer."""
-    for layer in copy.with_weights:
+    for layer in local_stage.with_weights:
         yield from _buffers_of(layer)
 
 

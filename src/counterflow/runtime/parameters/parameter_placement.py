@@ -90,7 +90,9 @@ class ParameterPlacement:
 
     def _make(self) -> None:
         grouped: set[int] = set()
-        parameters = {stage: named_parameters(copy, self._names) for stage, copy in self._stages.items()}
+        parameters = {
+            stage: named_parameters(local_stage, self._names) for stage, local_stage in self._stages.items()
+        }
         for name, stages in shared_names(self._names).items():
             weight = self._dims.weight(name)
             holders = sorted({worker for stage in stages for worker in self._holders[stage]})

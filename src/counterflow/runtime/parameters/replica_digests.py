@@ -47,10 +47,11 @@ def broadcast_initial_weights(
         ConfigError: the copies have other shapes.
     """
     tied = shared_names(names)
-    parameters = {stage: named_parameters(copy, names) for stage, copy in stages.items()}
+    parameters = {stage: named_parameters(local_stage, names) for stage, local_stage in stages.items()}
     device = transport.device
     own_digests: dict[object, tuple[int, float]] = {
-        s: (_shapes(copy), float(digest(_real_tensors(copy), device))) for s, copy in stages.items()
+        s: (_shapes(local_stage), float(digest(_real_tensors(local_stage), device)))
+        for s, local_stage in stages.items()
     }
     for name, sharers in tied.items():
         holder = next((stage for stage in sharers if stage in stages), None)
@@ -213,18 +214,18 @@ _WHY_APART = (
 )
 
 
-def _shapes(copy: LocalStage) -> int:
-    return number_of(*((tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(copy)))
+def _shapes(local_stage: LocalStage) -> int:
+    return number_of(*((tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(local_stage)))
 
 
-def _real_tensors(copy: LocalStage) -> list[Tensor]:
-    return [tensor for tensor in tensors_of(copy) if not tensor.is_meta]
+def _real_tensors(local_stage: LocalStage) -> list[Tensor]:
+    return [tensor for tensor in tensors_of(local_stage) if not tensor.is_meta]
 
 
-def tensors_of(copy: LocalStage, *, buffers: bool = True) -> list[Tensor]:
+def tensors_of(local_stage: LocalStage, *, buffers: bool = True) -> list[Tensor]:
     """A stage's parameters, and its buffers."""
     tensors: list[Tensor] = []
-    for layer in copy.with_weights:
+    for layer in local_stage.with_weights:
         tensors += layer.module.parameters()
         if buffers:
             tensors += layer.module.buffers()

@@ -126,7 +126,7 @@ class SharedBuffers:
     def __init__(
         self, shared: Iterable[SharedBuffer], stages: Mapping[int, LocalStage], *, exact: bool
     ) -> None:
-        layers = {layer.index: layer for copy in stages.values() for layer in copy.with_weights}
+        layers = {layer.index: layer for local_stage in stages.values() for layer in local_stage.with_weights}
         self._watched: list[_Watched] = []
         for places in shared:
             here = [place for place in places if place.stage in stages]

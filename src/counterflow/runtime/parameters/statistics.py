@@ -49,14 +49,14 @@ class Statistics:
 
     def defer(self, *, deferring: bool) -> None:
         """Let running statistics wait for the end of a mini-batch, or not any more."""
-        for copy in self._stages.values():
-            for norm in copy.deferred:
+        for local_stage in self._stages.values():
+            for norm in local_stage.deferred:
                 norm.deferring = deferring
 
     def commit(self) -> None:
         """Update the running statistics that wait for the end of a mini-batch; all its sums are there."""
-        for copy in self._stages.values():
-            for norm in copy.deferred:
+        for local_stage in self._stages.values():
+            for norm in local_stage.deferred:
                 norm.commit()
 
     def update_balances(self) -> None:
@@ -67,17 +67,17 @@ class Statistics:
 
     def start(self, stage: int) -> None:
         """Begin to make running statistics the mean of those of the stage's copies, and add up counters."""
-        group, copy = self._groups[stage], self._stages[stage]
+        group, local_stage = self._groups[stage], self._stages[stage]
         assert group is not None  # only then a list asks for it
-        counted = [] if copy.versions is not None else self._counters(stage)
-        sums = (norm.sums_of_mini_batch for norm in copy.deferred)
+        counted = [] if local_stage.versions is not None else self._counters(stage)
+        sums = (norm.sums_of_mini_batch for norm in local_stage.deferred)
         counted += [(sums_of_norm, torch.zeros_like(sums_of_norm)) for sums_of_norm in sums]
-        buffers = [*copy.statistics, *(buffer for buffer, _ in counted)]
+        buffers = [*local_stage.statistics, *(buffer for buffer, _ in counted)]
         # In float64, in which counts are exact.
         nothing = torch.zeros(1, device=self._transport.device)
         flat = torch.cat([buffer.reshape(-1).double() for buffer in buffers] or [nothing])
         pending = self._transport.all_reduce(flat, group)
-        self._sums[stage] = _StatisticsSum(copy.statistics, counted, flat, pending, len(group.ranks))
+        self._sums[stage] = _StatisticsSum(local_stage.statistics, counted, flat, pending, len(group.ranks))
 
     def _counters(self, stage: int) -> list[tuple[Tensor, Tensor]]:
         buffers = self._stages[stage].buffers

@@ -89,7 +89,9 @@ class Weights:
         self.placement, self._optimizers, self._ema = placement, optimizers, ema
         self.loss_scale, self.state, self._copies = loss_scale, state, copies
         self.kept_gradients: dict[str, Tensor] = {}
-        self.hooks = Hooks(parameter for copy in stages.values() for parameter in copy.parameters())
+        self.hooks = Hooks(
+            parameter for local_stage in stages.values() for parameter in local_stage.parameters()
+        )
         self._streams = streams
         self.hooked = any(row[0] for row in transport.gather([float(self.hooks.first() is not None)]))
         """True if a parameter of the model has a hook."""
@@ -128,13 +130,15 @@ class Weights:
         Raises:
             ConfigError: FSDP holds one that changes.
         """
-        parameters = {stage: named_parameters(copy, self.names) for stage, copy in self.stages.items()}
+        parameters = {
+            stage: named_parameters(local_stage, self.names) for stage, local_stage in self.stages.items()
+        }
         choices = trainable_choices(parameters, chosen)
         with refusing():
             check_same_choices(choices, shared_names(self.names), self.transport)
         choose(parameters, choices, self.dims)
-        for copy in self.stages.values():
-            copy.trains = any(p.requires_grad for p in copy.parameters())
+        for local_stage in self.stages.values():
+            local_stage.trains = any(p.requires_grad for p in local_stage.parameters())
         for gradients in self.placement.all_gradients():
             gradients.make()
         self.detach()
@@ -155,7 +159,9 @@ class Weights:
             ConfigError: a parameter has a hook, and none had one when the pipeline was made.
         """
         if not self.hooked and (parameter := self.hooks.first()) is not None:
-            tables = (named_parameters(copy, self.names).items() for copy in self.stages.values())
+            tables = (
+                named_parameters(local_stage, self.names).items() for local_stage in self.stages.values()
+            )
             name = next(name for pairs in tables for name, candidate in pairs if candidate is parameter)
             raise ConfigError(
                 f"{name} has a hook that was registered after the pipeline was made, and no parameter had "
@@ -181,8 +187,8 @@ class Weights:
         self.hooks.give_back()
         for gradients in self.placement.all_gradients():
             gradients.detach()
-        for copy in self.stages.values():
-            copy.end_gathering()
+        for local_stage in self.stages.values():
+            local_stage.end_gathering()
 
     def start_sync(self, sync: StartSync) -> None:
         """Begin to sum gradients over all who hold them, or to average running statistics."""
@@ -313,15 +319,15 @@ class Weights:
         """Set all gradients to zero."""
         for gradients in self.placement.all_gradients():
             gradients.clear()
-        for copy in self.stages.values():
-            copy.discard_gradients()
+        for local_stage in self.stages.values():
+            local_stage.discard_gradients()
 
     def weight_tensors(self) -> Iterator[Tensor]:
         """Weights in all stored versions, and buffers."""
-        for copy in self.stages.values():
-            yield from map(local, copy.parameters())
-            yield from copy.versions.tensors if copy.versions is not None else ()
-            yield from (buffer for layer in copy.with_weights for buffer in layer.module.buffers())
+        for local_stage in self.stages.values():
+            yield from map(local, local_stage.parameters())
+            yield from local_stage.versions.tensors if local_stage.versions is not None else ()
+            yield from (buffer for layer in local_stage.with_weights for buffer in layer.module.buffers())
 
     def gradient_tensors(self) -> Iterator[Tensor]:
         """Buffers in which gradients are added and summed."""
@@ -337,10 +343,12 @@ class Weights:
     def held_bytes(self) -> int:
         """Bytes of all versions of the weights, buffers, gradients and optimiser state on this worker."""
         total = sum(gradients.nbytes for gradients in self.placement.all_gradients())
-        for copy in self.stages.values():
-            weights = sum(local(parameter).nbytes for parameter in copy.parameters())
-            total += weights * (1 if copy.versions is None else copy.versions.peak)
-            total += sum(buffer.nbytes for layer in copy.with_weights for buffer in layer.module.buffers())
+        for local_stage in self.stages.values():
+            weights = sum(local(parameter).nbytes for parameter in local_stage.parameters())
+            total += weights * (1 if local_stage.versions is None else local_stage.versions.peak)
+            total += sum(
+                buffer.nbytes for layer in local_stage.with_weights for buffer in layer.module.buffers()
+            )
         total += sum(tensor.nbytes for tensor in self.optimizer_tensors())
         return total if self.average is None else total + self.average.nbytes
 
@@ -382,8 +390,8 @@ class Weights:
             self._forget_casts()
 
     def _forget_casts(self) -> None:
-        for copy in self.stages.values():
-            copy.precision.forget()
+        for local_stage in self.stages.values():
+            local_stage.precision.forget()
 
     # -- comparing
 
@@ -397,8 +405,8 @@ class Weights:
 
     def _compared(self, buffers: bool) -> dict[Key, list[Tensor]]:
         compared: dict[Key, list[Tensor]] = defaultdict(list)
-        for stage, copy in self.stages.items():
-            for name, tensor in named_tensors(copy, self.names, buffers=buffers):
+        for stage, local_stage in self.stages.items():
+            for name, tensor in named_tensors(local_stage, self.names, buffers=buffers):
                 compared[stage, self.dims.weight(name).distinct].append(tensor)
         for name, parameter in self.placement.split_tied.items():
             compared[name, self.dims.weight(name).distinct].append(parameter)

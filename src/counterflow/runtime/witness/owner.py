@@ -117,7 +117,9 @@ class Owner:
     def __init__(self, stages: Mapping[int, LocalStage], streams: RandomStreams, least: float = 0.0) -> None:
         self._stages, self._streams, self._least = stages, streams, least
         self._layers = {
-            layer.index: (copy, layer.module) for copy in stages.values() for layer in copy.layers
+            layer.index: (local_stage, layer.module)
+            for local_stage in stages.values()
+            for layer in local_stage.layers
         }
         self._training = True
         self.changes_buffers = False
@@ -141,8 +143,8 @@ class Owner:
         with ExitStack() as stack:
             stack.enter_context(self._copied_buffers())
             stack.enter_context(restored_attributes(self._all_modules()))
-            for copy in copies if not training else ():
-                stack.enter_context(copy.evaluating())
+            for local_stage in copies if not training else ():
+                stack.enter_context(local_stage.evaluating())
             stack.enter_context(copies[0].precision.step())
             stack.enter_context(torch.set_grad_enabled(training))
             yield
@@ -151,8 +153,8 @@ class Owner:
     def _copied_buffers(self) -> Iterator[None]:
         buffers: list[tuple[dict[str, Tensor | None], str, Tensor]] = [
             (buffers_of(module), name, buffer)
-            for copy in self._stages.values()
-            for layer in copy.with_weights
+            for local_stage in self._stages.values()
+            for layer in local_stage.with_weights
             for module in layer.module.modules()
             for name, buffer in buffers_of(module).items()
             if buffer is not None
@@ -174,7 +176,7 @@ class Owner:
                 table[name] = buffer
 
     def _all_modules(self) -> list[nn.Module]:
-        layers = (layer for copy in self._stages.values() for layer in copy.with_weights)
+        layers = (layer for local_stage in self._stages.values() for layer in local_stage.with_weights)
         return [module for layer in layers for module in layer.module.modules()]
 
     def owns(self, layer: int) -> bool:
@@ -185,9 +187,9 @@ class Owner:
         """Parameters and buffers that the layers' steps use directly, as the layers see them."""
         tensors: dict[str, Tensor] = {}
         for index in captured.keys() & self._layers.keys():
-            copy, module = self._layers[index]
+            local_stage, module = self._layers[index]
             assert isinstance(module, CapturedLayer)
-            with copy.precision.computing():
+            with local_stage.precision.computing():
                 tensors |= module.tensors
         return tensors
 
@@ -197,9 +199,9 @@ class Owner:
 
     def call(self, request: ModuleCall) -> ModuleResult:
         """Call a module of a captured layer."""
-        copy, captured = self._layers[request.key.layer]
+        local_stage, captured = self._layers[request.key.layer]
         assert isinstance(captured, CapturedLayer)
-        with copy.precision.computing():
+        with local_stage.precision.computing():
             return self.draw(request, captured.module_at(request.key.path))
 
     def draw(self, request: ModuleCall, module: Callable[..., Any]) -> ModuleResult:
@@ -230,22 +232,22 @@ class Owner:
 
     def run(self, request: StageRun) -> StageResult:
         """Run the layers of a stage on whole samples, without recomputation, slices or a compiler."""
-        copy, value = self._stages[request.stage], request.value
-        if copy.skips is None and type(value) is Carried:
+        local_stage, value = self._stages[request.stage], request.value
+        if local_stage.skips is None and type(value) is Carried:
             value = value.value
-        with self._sketching(copy):
+        with self._sketching(local_stage):
             if not self._training:
-                return StageResult(copy.output(value, self.step, self.rows), draws=False)
+                return StageResult(local_stage.output(value, self.step, self.rows), draws=False)
             draws, repeats = _Draws(self._streams), Repeats(self._streams.device, self._least)
-            with copy.uncompiled([draws, repeats][: 1 + request.repeats]):
-                output = copy.output(value, self.step, self.rows)
+            with local_stage.uncompiled([draws, repeats][: 1 + request.repeats]):
+                output = local_stage.output(value, self.step, self.rows)
             return StageResult(output, draws.any, repeats.layer)
 
     @contextmanager
-    def _sketching(self, copy: LocalStage) -> Iterator[None]:
+    def _sketching(self, local_stage: LocalStage) -> Iterator[None]:
         sketches = self.sketches
         handles = []
-        for layer in copy.layers if sketches is not None else ():
+        for layer in local_stage.layers if sketches is not None else ():
             if isinstance(layer.module, CapturedLayer):
                 paths = dict.fromkeys(s.module for s in layer.module.steps if s.module is not None)
                 for path in paths:

@@ -269,7 +269,7 @@ class Witness:
         tensors: Mapping[str, Tensor],
     ) -> Result:
         unit = comparison.unit
-        copy = self._stages[self._schedule.stages - 1]
+        local_stage = self._stages[self._schedule.stages - 1]
         assert self._model is not None
         forward = ModelForward(
             self._model,
@@ -277,7 +277,7 @@ class Witness:
             self._owner,
             rounds,
             rank_of=lambda layer: self._units.rank_of_stage(unit, self._stage_of[layer]),
-            precision=copy.precision,
+            precision=local_stage.precision,
         )
         self._order = forward.order
         try:
@@ -340,12 +340,12 @@ class Witness:
     def _loss(self, comparison: Comparison, output: Any, terms: Mapping[str, Tensor]) -> float | None:
         if not comparison.batch.has_loss:
             return None
-        copy, rows = self._stages[self._schedule.stages - 1], comparison.unit.rows
+        local_stage, rows = self._stages[self._schedule.stages - 1], comparison.unit.rows
         size, samples = elements_in(output), rows.stop - rows.start
         if self._loss_function is not None:
             call = self._loss_function, pytree.tree_map_only(Tensor, copied, output), comparison.target
-            output = copy.loss_of_step(call, comparison.batch.step, rows)
-        loss = copy.means.read(output, samples)
+            output = local_stage.loss_of_step(call, comparison.batch.step, rows)
+        loss = local_stage.means.read(output, samples)
         if terms:
             loss = loss.with_added(terms)
         return mean_loss([loss.as_unit_loss(comparison.unit.unit, samples, samples, size)])
