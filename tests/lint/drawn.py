@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from counterflow.lint.calls import CallLists, Part, Side, Step
+from counterflow.lint.calls import CallLists, Communicators, Part, Side, Step
 
 
 def drawn_lists(seed: int) -> CallLists:
@@ -36,3 +36,28 @@ def _row(draw: Random, sides: list[tuple[Side, int, str, str]]) -> tuple[Step, .
             calls = [step.number for step in steps if step.parts]
             steps.append(Step(len(steps), "work", needs=(draw.choice(calls),), seconds=1.0))
     return tuple(steps)
+
+
+def correct_lists(seed: int, most: int = 20) -> CallLists:
+    """Lists that end under every rule: all ranks have their calls in one order of all messages.
+
+    Two ranks may exchange two messages, each in one batch; work and waits stand anywhere, on earlier calls.
+    """
+    draw = Random(seed)
+    ranks = draw.randint(2, 8)
+    known = draw.choice(list(Communicators))
+    rows: list[list[Step]] = [[] for _ in range(ranks)]
+    for number in range(draw.randint(4, most)):
+        first, second = draw.sample(range(ranks), 2)
+        exchange = draw.random() < 0.3 and known is not Communicators.EDGE
+        for rank, peer, sides in ((first, second, Side), (second, first, reversed(Side))):
+            way = {Side.SEND: (rank, peer), Side.RECEIVE: (peer, rank)}
+            parts = [
+                Part(side, peer, f"m{number} {way[side][0]}", known.of_message(*way[side])) for side in sides
+            ]
+            row = rows[rank]
+            row.append(Step(len(row), f"call {number}", tuple(parts if exchange else parts[:1])))
+            if draw.random() < 0.5:
+                calls = tuple(sorted({draw.choice(row).number for _ in range(2)}))
+                row.append(Step(len(row), f"work {number}", needs=calls, seconds=1.0))
+    return CallLists(tuple(map(tuple, rows)), "drawn", connected=draw.random() < 0.5)

@@ -47,7 +47,7 @@ class WaitShown:
     def __str__(self) -> str:
         head = f"rank {self.rank}: {self.step} ({self.place})"
         if not self.awaited:
-            return f"{head} waits for rank {self.awaited_rank}, which never calls the other side"
+            return f"{head} waits for rank {self.awaited_rank}, which does not call the other side"
         own = self.rank == self.awaited_rank
         whose = "this rank" if own else f"rank {self.awaited_rank}"
         text = f"{head} waits until {whose} {self.verb} {self.awaited}"

@@ -7,6 +7,7 @@ from typing import Annotated
 from counterflow.common.json_models import Part, Result, describe
 
 from .circle_words import WaitShown, waits_shown
+from .flight_places import RankPlace
 from .mending import Fix
 from .stalls import Stalls
 from .verdicts import Finding, Verdict
@@ -43,6 +44,7 @@ class Linted(Result):
     ]
     stalls: Annotated[Stalls | None, describe("time lost behind other calls; null: less than one percent")]
     remarks: Annotated[list[str], describe("remarks, for people")]
+    places: Annotated[list[RankPlace], describe("of dumps, where each rank is")]
 
 
 def linted(verdict: Verdict) -> Linted:
@@ -57,6 +59,7 @@ def linted(verdict: Verdict) -> Linted:
         ordinary_fix=_fix(verdict.first_fix),
         stalls=verdict.stalls,
         remarks=list(verdict.remarks),
+        places=list(verdict.places),
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from counterflow.common.text_files import read_text
@@ -13,6 +14,8 @@ from counterflow.schedule import formats
 from counterflow.schedule.graph import OpGraph
 
 from .calls import CallLists, Communicators
+from .flight_places import RankPlace, places_of
+from .flight_records import FORM, is_flight_record, read_flight_records
 from .op_rules import op_findings
 from .program_lists import program_lists
 from .recorded import read_json, recorded_lists
@@ -28,11 +31,13 @@ class LintSubject:
         lists: the lists of all ranks.
         findings: results of the rules of ops.
         remark: why there are none; empty: there are.
+        places: of dumps, the place of each rank.
     """
 
     lists: CallLists
     findings: tuple[Finding, ...] = ()
     remark: str = ""
+    places: tuple[RankPlace, ...] = ()
 
 
 def read_lists(path: Path, communicators: Communicators | None = None) -> LintSubject:
@@ -63,3 +68,27 @@ def read_lists(path: Path, communicators: Communicators | None = None) -> LintSu
     if communicators is not None:
         raise ConfigError(f'{name}: recorded calls say their "communicators"; leave out communicators')
     return LintSubject(recorded_lists(values, name))
+
+
+def read_subject(
+    paths: Sequence[Path], communicators: Communicators | None = None, schedule: Path | None = None
+) -> LintSubject:
+    """The lists in a file, or those of the dumps of a flight recorder.
+
+    Args:
+        paths: a file of lists, or a dump for each rank, or their folder.
+        communicators: as in ``read_lists``.
+        schedule: of dumps, the file of the schedule that ran.
+
+    Raises:
+        ConfigError: a file cannot be read, or has another form.
+    """
+    dumps = len(paths) > 1 or paths[0].is_dir() or is_flight_record(paths[0])
+    if not dumps:
+        if schedule is not None:
+            raise ConfigError(f"{paths[0]}: is no dump of a flight recorder; leave out the schedule")
+        return read_lists(paths[0], communicators)
+    records = read_flight_records(paths)
+    known = None if schedule is None else read_lists(schedule, communicators).lists
+    places, lists = places_of(records, known)
+    return LintSubject(replace(lists, form=FORM), places=tuple(places))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .calls import CallLists
+from .flight_places import RankPlace
 from .mending import Fix, fix_of
 from .pairing import is_crossed, pairing_faults, without_lone_calls
 from .splitting import large_batches, split_batches
@@ -46,6 +47,7 @@ class Verdict:
         first_fix: changes for NCCL's order alone if those for all rules are more; None: none.
         stalls: time lost behind other calls if all lists end; None: less than one percent.
         remarks: what else a reader should know.
+        places: of dumps, the place of each rank.
     """
 
     lists: CallLists
@@ -54,6 +56,7 @@ class Verdict:
     first_fix: Fix | None = None
     stalls: Stalls | None = None
     remarks: tuple[str, ...] = ()
+    places: tuple[RankPlace, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -74,7 +77,7 @@ def lint(
         lists: the lists of all ranks.
         rules: the rules; None: all that apply.
         further: results of rules of the ops, which come first.
-        mend: whether changes are searched that break a circle.
+        mend: whether changes that break a circle are searched, and lost time is measured.
     """
     rules = rules_of(lists) if rules is None else tuple(rules)
     if lists.partial:
@@ -95,7 +98,7 @@ def lint(
         if TransportRule.NCCL in rules and set(ordinary) != set(rules):
             alone = fix_of(lists, ordinary)
             first_fix = None if alone is None or (fix and alone.changes == fix.changes) else alone
-    elif not stuck and not faults and any(step.seconds for row in lists.ranks for step in row):
+    elif mend and not stuck and not faults and any(step.seconds for row in lists.ranks for step in row):
         stalls = stalls_of(launched)
     return Verdict(launched, tuple(findings), fix, first_fix, stalls, tuple(large_batches(lists)))
 

@@ -58,6 +58,8 @@ class Happening(Enum):
     DONE = "done"
     COMPUTED = "computed"
 
+    __hash__ = object.__hash__  # in a play's innermost loops; that of Enum is written in Python
+
 
 Event = tuple[Happening, PartId]
 

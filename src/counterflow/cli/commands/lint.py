@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -43,12 +44,13 @@ class RuleName(StrEnum):
 
 
 def lint(
-    file: Annotated[
-        Path,
+    files: Annotated[
+        list[Path],
         typer.Argument(
-            metavar="FILE",
+            metavar="FILE...",
             help="torch's schedule with communication (CSV, or the rows that it prints), recorded calls "
-            "(JSON; see docs/lint.md), or a schedule file (see 'counterflow export').",
+            "(JSON; see docs/lint.md), a schedule file (see 'counterflow export'), or the dumps of torch's "
+            "flight recorder, one a rank, or their folder.",
             show_default=False,
         ),
     ],
@@ -72,6 +74,15 @@ def lint(
             metavar="RULE",
         ),
     ] = None,
+    schedule: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Of dumps: the schedule that ran, for the op and stage of each rank; torch's, or one of "
+            "Counterflow.",
+            show_default=False,
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -87,7 +98,7 @@ def lint(
 
     Exit 1 with the circle in which the ranks wait if a rule is broken.
     """
-    from counterflow.lint.reading import read_lists
+    from counterflow.lint.reading import read_subject
     from counterflow.lint.verdicts import lint as verdict_of
     from counterflow.lint.verdicts import with_remarks
     from counterflow.lint.waiting import TransportRule
@@ -96,9 +107,12 @@ def lint(
         from counterflow.drawing.saving import require_form
 
         require_form(out)
-    subject = read_lists(file, None if communicators is None else Communicators(communicators.value))
+    known = None if communicators is None else Communicators(communicators.value)
+    subject = read_subject(files, known, schedule)
     rules = None if not rule else [TransportRule[name.name] for name in RuleName if name in rule]
-    verdict = verdict_of(subject.lists, rules, further=subject.findings)
+    if subject.places and rules is None:
+        rules = [TransportRule.NCCL]
+    verdict = replace(verdict_of(subject.lists, rules, further=subject.findings), places=subject.places)
     if subject.remark:
         verdict = with_remarks(verdict, subject.remark)
     if as_json:
@@ -106,7 +120,7 @@ def lint(
 
         print_json(linted(verdict))
     else:
-        _print(str(file), verdict)
+        _print(" ".join(map(str, files)), verdict)
     if out is not None:
         _draw(verdict, out)
     if not verdict.ok:
@@ -152,11 +166,10 @@ def _print(name: str, verdict: Verdict) -> None:
         if same == finding.rule:
             for line in lines:
                 out.print(Text(f"    {line}"))
-    for remark in verdict.remarks:
-        out.print(Text(f"· {remark}", style="yellow"))
-    if verdict.stalls is not None:
-        for text in _stalls(verdict.stalls):
-            out.print(Text(text, style="yellow"))
+    if verdict.places:
+        out.print(Text("\n    ".join(["Where each rank is:", *map(str, verdict.places)])))
+    for text in (*(f"· {remark}" for remark in verdict.remarks), *_stalls(verdict.stalls)):
+        out.print(Text(text, style="yellow"))
     for fix, about in ((verdict.first_fix, "for NCCL's order alone"), (verdict.fix, "for all rules")):
         if fix is not None:
             _print_fix(out.print, fix, about if verdict.first_fix is not None else "")
@@ -183,7 +196,9 @@ def _print_fix(print_text: Callable[[Text], None], fix: Fix, about: str) -> None
         print_text(Text(f"    {change}", style="cyan"))
 
 
-def _stalls(stalls: Stalls) -> list[str]:
+def _stalls(stalls: Stalls | None) -> list[str]:
+    if stalls is None:
+        return []
     first = (
         f"No hang, but calls wait behind others: {number(stalls.makespan)} forwards' time instead of "
         f"{number(stalls.eager)}"
