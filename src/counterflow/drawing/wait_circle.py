@@ -85,19 +85,19 @@ def _middle(lane: int) -> float:
     return 0.55 + lane * (_HIGH + _GAP) + _HIGH / 2
 
 
-def _left(place: int) -> float:
+def _edge(place: int) -> float:
     return 0.9 + place * _WIDE
 
 
 def _box(axes: Axes, lane: int, place: int, label: str, fill: str) -> None:
     from matplotlib.patches import Rectangle  # noqa: PLC0415 - takes a while to import
 
-    corner = _left(place), _middle(lane) - _HIGH / 2
+    corner = _edge(place), _middle(lane) - _HIGH / 2
     axes.add_patch(
         Rectangle(corner, _WIDE - 0.1, _HIGH, facecolor=fill, edgecolor=palette.FAINT, linewidth=0.6)
     )
     shown = label if len(label) <= 20 else label[:19] + "…"
-    middle = _left(place) + (_WIDE - 0.1) / 2
+    middle = _edge(place) + (_WIDE - 0.1) / 2
     axes.text(middle, _middle(lane), shown, fontsize=7, ha="center", va="center", color=palette.INK)
 
 
@@ -105,8 +105,8 @@ def _arrow(axes: Axes, arrow: WaitArrow) -> None:
     (lane, place), (awaited_lane, awaited_place) = arrow.waiting, arrow.awaited
     down = 1 if awaited_lane > lane else -1 if awaited_lane < lane else 0
     middle = (_WIDE - 0.1) / 2
-    begin = _left(place) + middle, _middle(lane) + down * _HIGH / 2
-    end = _left(awaited_place) + middle, _middle(awaited_lane) - down * _HIGH / 2
+    begin = _edge(place) + middle, _middle(lane) + down * _HIGH / 2
+    end = _edge(awaited_place) + middle, _middle(awaited_lane) - down * _HIGH / 2
     style = {"arrowstyle": "-|>", "color": _STUCK.backward, "linewidth": 1.1, "shrinkA": 1, "shrinkB": 1}
     if not down:
         style["connectionstyle"] = "arc3,rad=-0.5"

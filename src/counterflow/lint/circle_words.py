@@ -48,8 +48,8 @@ class WaitShown:
         head = f"rank {self.rank}: {self.step} ({self.place})"
         if not self.awaited:
             return f"{head} waits for rank {self.awaited_rank}, which does not call the other side"
-        own = self.rank == self.awaited_rank
-        whose = "this rank" if own else f"rank {self.awaited_rank}"
+        same_rank = self.rank == self.awaited_rank
+        whose = "this rank" if same_rank else f"rank {self.awaited_rank}"
         text = f"{head} waits until {whose} {self.verb} {self.awaited}"
         return f"{text}, which is behind {self.behind}" if self.behind else text
 

@@ -109,7 +109,7 @@ def _fits(record: FlightRecord, calls: list[_Call]) -> list[int]:
         return [] if recorded else [0]
     return [
         offset
-        for offset in range(1 if record.whole else len(calls))
+        for offset in range(1 if record.from_start else len(calls))
         if all(calls[(offset + n) % len(calls)] == call for n, call in enumerate(recorded))
     ]
 
@@ -128,7 +128,7 @@ def _difference(calls: list[list[_Call]], first: tuple[int, int], second: tuple[
 
 
 def _misfit(record: FlightRecord, calls: list[_Call]) -> str:
-    if not record.whole or not calls:
+    if not record.from_start or not calls:
         return "its calls are not those of the schedule"
     recorded = enumerate((call.side, call.peer) for call in record.calls)
     number = next(n for n, call in recorded if calls[n % len(calls)] != call)

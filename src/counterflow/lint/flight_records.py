@@ -67,13 +67,13 @@ class FlightRecord:
     Attributes:
         rank: the rank.
         calls: its sends and receives, in order.
-        whole: True if the dump begins with the rank's first operation.
+        from_start: True if the dump begins with the rank's first operation.
         collectives: collectives that are not complete.
     """
 
     rank: int
     calls: tuple[RecordedCall, ...]
-    whole: bool
+    from_start: bool
     collectives: tuple[str, ...]
 
 
@@ -224,8 +224,8 @@ def _groups(config: Any) -> dict[str, list[int]]:
 
 def recorded_call_lists(records: Sequence[FlightRecord]) -> CallLists:
     """The calls of all ranks, those of a batch in one step; only incomplete ones if a dump lost its begin."""
-    whole = all(record.whole for record in records)
-    rows = (_row(record, [c for c in record.calls if whole or not c.complete]) for record in records)
+    from_start = all(record.from_start for record in records)
+    rows = (_row(record, [c for c in record.calls if from_start or not c.complete]) for record in records)
     return CallLists(tuple(rows), FORM)
 
 

@@ -45,15 +45,15 @@ class Fix:
 class _Search:
     def __init__(self, lists: CallLists, rules: Sequence[TransportRule]) -> None:
         self.rules = sorted(rules, key=_ORDER.index)
-        self.whole = lists
+        self.lists = lists
         self.launched = split_batches(lists)
         self.steps = max(_LEAST_STEPS, sum(map(len, self.launched.ranks)))
-        self.left = STEPS
+        self.budget = STEPS
         self.faults = sum(1 for _ in pairing_faults(lists))
 
     def candidates(self) -> Iterator[tuple[Change, ...] | None]:
         """Sets of changes after which lists end, or None, stage by stage."""
-        yield self._tried(_rounds(self.whole))
+        yield self._tried(_rounds(self.lists))
         yield self._uncrossed()
         yield next(self.fewest(self.launched, 1), None)
         yield self._tried(_connected(self.launched))
@@ -76,7 +76,7 @@ class _Search:
     def first_stuck(self, lists: CallLists) -> Play | None:
         """The play of the first rule under which lists do not end; None if they end under all."""
         for rule in self.rules:
-            self.left -= self.steps
+            self.budget -= self.steps
             result = play(lists, rule)
             if not result.ok:
                 return result
@@ -94,7 +94,7 @@ class _Search:
         if stuck is None or not stuck.closed:
             return
         for change in changes_for(lists, stuck):
-            if self.left <= 0:
+            if self.budget <= 0:
                 return
             if depth > 1:
                 yield from ((change, *more) for more in self.fewest(change.lists, depth - 1))

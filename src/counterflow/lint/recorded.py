@@ -169,8 +169,8 @@ class _Rows:
         if not isinstance(wait, list):
             return ()
         ends = [self.ids[name] for name in wait]
-        whole = {step for step, part in ends if part is None}
-        return tuple((step, part) for step, part in ends if part is not None and step not in whole)
+        batches = {step for step, part in ends if part is None}
+        return tuple((step, part) for step, part in ends if part is not None and step not in batches)
 
     def _part(self, message: RecordedMessage, place: str, *, batched: bool) -> Part:
         if (message.send is None) == (message.recv is None):

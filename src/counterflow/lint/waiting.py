@@ -161,8 +161,8 @@ class Player:
         needs = list(self._needs(rank, position, step))
         ids = [PartId(rank, step.number, number) for number in range(len(step.parts))]
         if not step.parts:
-            made: list[Event] = [(Happening.COMPUTED, PartId(rank, step.number, 0))]
-            queue.node(position, needs, made, step.seconds)
+            events: list[Event] = [(Happening.COMPUTED, PartId(rank, step.number, 0))]
+            queue.node(position, needs, events, step.seconds)
             return
         sends = [i for i, part in zip(ids, step.parts, strict=True) if part.side is Side.SEND]
         receives = [i for i in ids if i not in sends]
@@ -220,8 +220,8 @@ class Player:
         inputs: list[int] = []
         takes, outputs, first = [0], [0], [0]
         for number, queue in enumerate(self.queues):
-            for node, made in enumerate(queue.makes):
-                for event in made:
+            for node, makes in enumerate(queue.makes):
+                for event in makes:
                     if event in takers and event not in events:
                         events[event] = len(events)
                         self.makers[event] = number, node
