@@ -108,7 +108,9 @@ def _train(kind: str) -> tuple[list[float], str, str | None, Any]:
     model, loss, inputs, targets = _model(kind)
     pipeline = cf.Pipeline(model, loss, "auto", example=(inputs, targets), optimizer=_sgd)
     losses = [float(pipeline.step(inputs, targets).loss or 0.0) for _ in range(3)]
-    return losses, str(pipeline.schedule), pipeline.choice, pipeline.schedule.micro_batches
+    assert pipeline.choice is not None
+    assert pipeline.choice.step_seconds > 0
+    return losses, str(pipeline.schedule), str(pipeline.choice), pipeline.schedule.micro_batches
 
 
 def _alone(kind: str, micro_batches: int) -> list[float]:

@@ -58,17 +58,20 @@ def choose(request: ScheduleRequest, transport: Transport) -> ScheduleChoice:
         try:
             mini_batch = samples * (transport.world_size // workers)
             result = planned(planner_inputs, mini_batch, sizes, workers, request.execution)
-            answer = result.simplest().pipeline_options, text_of(result)
+            plan = result.simplest()
+            peak = max(plan.prediction.peak_bytes)
+            answer = plan.pipeline_options, (plan.seconds, peak, text_of(result))
         except CounterflowError as error:
             answer = str(error)
     options = transport.gather_objects(answer)[0]
     if isinstance(options, str):
         raise ConfigError(f'schedule="auto": {options}')
-    (plan, text) = cast("tuple[dict[str, Any], str]", options)
+    arguments, facts = cast("tuple[dict[str, Any], tuple[float, float, str]]", options)
     if transport.rank == 0:
-        profile_cache.LOG.warning("%s", text)  # the level that is shown unless logging is set up
-    execution = request.execution.but(recompute=plan.get("recompute", Recompute.NONE))
-    return ScheduleChoice(schedule_of(plan["schedule"], {}), tuple(plan["cuts"]), execution, text)
+        profile_cache.LOG.warning("%s", facts[-1])  # the level that is shown unless logging is set up
+    execution = request.execution.but(recompute=arguments.get("recompute", Recompute.NONE))
+    schedule = schedule_of(arguments["schedule"], {})
+    return ScheduleChoice(schedule, tuple(arguments["cuts"]), execution, *facts)
 
 
 def sizes_of(samples: int, workers: int, micro_batch: int | None = None) -> list[int]:

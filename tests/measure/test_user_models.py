@@ -13,11 +13,13 @@ from torch.nn.functional import mse_loss
 import counterflow as cf
 from counterflow.errors import ConfigError
 from counterflow.measure.model_file import ModelFile
+from counterflow.measure.model_folder import ModelFolder
 from counterflow.measure.model_profile import Measurement
 from counterflow.measure.user_model import UserModel
 from counterflow.planning import Configuration
 from counterflow.planning.inputs import input_files
 from counterflow.schedule.op import B, F
+from counterflow.training.profiling import measure_file
 
 from .test_equal_layers import Blocks
 
@@ -175,6 +177,27 @@ def test_what_is_no_python_file() -> None:
     assert ModelFile.parse("gpt.toml") is None
     assert ModelFile.parse("folder") is None
     assert ModelFile.parse("a:b.py") == ModelFile(Path("a:b.py"))
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers
+def test_a_transformers_folder_is_measured_from_its_config(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2,
+        max_position_embeddings=8, bos_token_id=1, eos_token_id=2,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    folder = ModelFolder(tmp_path)
+    model = folder.load()
+    assert isinstance(model.model, nn.Module)
+    assert all(parameter.is_meta for parameter in model.model.parameters())
+    assert model.example[0].shape == (8, 8)
+    assert model.example[0].max() < 64
+    measured, samples = measure_file(folder, sizes=(1,), workers=1, repeats=1)
+    assert samples == 8
+    weights = sum(measured.profile.layer(kind).weights_bytes for kind in measured.model.layers)
+    assert weights == sum(parameter.nbytes for parameter in model.model.parameters())
+    with pytest.raises(ConfigError, match=r"no causal language model of transformers \(.*FILE.py:make_model"):
+        ModelFolder(tmp_path / "none").load()
 
 
 class Routed(nn.Module):

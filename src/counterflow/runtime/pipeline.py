@@ -122,8 +122,8 @@ class Pipeline(PipelineStates, PipelineProperties):
         **options: Unpack[Flat],
     ) -> None:
         execution, batching = records(execution, batching, options, PARAMETERS)
-        self.choice: str | None = None
-        """Choice of ``schedule="auto"``, in words; None for another schedule."""
+        self.choice: ScheduleChoice | None = None
+        """Choice of ``schedule="auto"``, with its ``text``; None for another schedule."""
         if isinstance(schedule, str) and schedule == AUTO:
             if AUTO not in CHOOSERS:
                 raise ConfigError('schedule="auto" is that of counterflow.Pipeline: import it from there')
@@ -148,7 +148,7 @@ class Pipeline(PipelineStates, PipelineProperties):
             )
             choice = CHOOSERS[AUTO](request, transport)
             schedule, cuts, execution = choice.schedule, choice.cuts, choice.execution
-            self.choice, example = choice.text, None
+            self.choice, example = choice, None
         arguments = PipelineArguments(
             model,
             loss_function,

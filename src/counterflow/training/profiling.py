@@ -13,6 +13,7 @@ from counterflow.execution import Execution
 from counterflow.measure.layer_times import Subject, same
 from counterflow.measure.measuring_progress import Progress
 from counterflow.measure.model_file import ModelFile
+from counterflow.measure.model_folder import ModelFolder
 from counterflow.measure.model_profile import SIZES, Description, Measurement, measure_model
 from counterflow.planning.inputs import input_files
 
@@ -72,17 +73,17 @@ def measure(
 
 
 def measure_file(
-    file: ModelFile,
+    file: ModelFile | ModelFolder,
     *,
     sizes: Sequence[int] = SIZES,
     workers: int | None = None,
     repeats: int = 5,
     progress: Progress = lambda *_: None,
 ) -> tuple[Measurement, int]:
-    """Measure the model of a Python file on this machine.
+    """Measure the model of a Python file, or of a transformers folder, on this machine.
 
     Args:
-        file: the file.
+        file: the file or folder.
         sizes: as of ``measure``.
         workers: as of ``measure``.
         repeats: as of ``measure``.

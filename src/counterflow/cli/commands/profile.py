@@ -56,15 +56,18 @@ def profile(
     nodes too; the first writes.
     """
     from counterflow.measure.model_file import ModelFile
+    from counterflow.measure.model_folder import ModelFolder
     from counterflow.measure.model_profile import SIZES
     from counterflow.runtime.workers.world import rank_info
     from counterflow.training.profiling import Profiled, measure, measure_file
 
     placed = rank_info()
     first = placed is None or placed.rank == 0
-    file = None if subject is None else ModelFile.parse(subject)
+    file: ModelFile | ModelFolder | None = None if subject is None else ModelFile.parse(subject)
     if file is not None and sets:
         raise ConfigError(f"--set {sets[0]}: {subject} has no keys; change the function")
+    if subject is not None and Path(subject).is_dir() and not sets:
+        file = ModelFolder(Path(subject))
     options: dict[str, Any] = {
         "sizes": SIZES if sizes is None else _numbers(sizes),
         "workers": workers,

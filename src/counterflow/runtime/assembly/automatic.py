@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from typing_extensions import override
 
 from counterflow.capture.model_layers import layers_of
 from counterflow.errors import ConfigError
@@ -61,13 +62,21 @@ class ScheduleChoice:
         schedule: the schedule.
         cuts: the layers with which stages 1, 2, ... begin.
         execution: options of the run with the planned recomputation.
+        step_seconds: planned seconds of a step.
+        peak_bytes: planned bytes of the fullest worker.
         text: the choice in words.
     """
 
     schedule: Schedule
     cuts: tuple[int, ...]
     execution: Execution
+    step_seconds: float
+    peak_bytes: float
     text: str
+
+    @override
+    def __str__(self) -> str:
+        return self.text
 
 
 Chooser = Callable[[ScheduleRequest, Transport], ScheduleChoice]

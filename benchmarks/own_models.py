@@ -1,0 +1,350 @@
+"""Models of users, planned without glue: the plan's step and memory against those of the run.
+
+    python benchmarks/own_models.py [--workers 4] [--models unet llama ...] [--minutes 45] [--keep]
+
+Claims: every model that can be cut is measured and planned from the model, its loss and one mini-batch, with
+nothing else; the planned step is off by 7 % in the median and 15 % at most, the planned memory by 5 %.
+
+Four models stand here as a user would write them: a U-Net, a ResNet with batch norms, a sparse mixture of
+experts with a balance loss, a Llama from its config. The others are those that ``captured.py`` finds layers
+of, of the packages that are installed, some of each package in turn; their loss is the mean square of their
+outputs, whatever structure these have.
+
+For each, processes of this machine run ``cf.Pipeline(model, loss, "auto", example=...)`` with an empty cache
+of profiles, then steps of the planned pipeline, of which the quieter half counts (the mean of it). A memory
+is that of torch's tensors on the fullest worker: planned by the profile, and counted without a step by
+``Pipeline.memory``, which benchmarks/memory.py compares with what a run allocates. The time beside them is
+of everything: processes, capture, measuring, planning, and the steps.
+
+After ``--minutes`` no further model begins, and the table says how many are left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import captured
+import torch
+from kit import arguments, keep, machine, machine_line
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, gelu, max_pool2d, mse_loss, silu
+from torch.utils import _pytree as pytree
+
+import counterflow as cf
+from counterflow.measure.stages.allocations import allocated
+
+SAMPLES = 16
+"""Samples of a mini-batch."""
+
+MEASURED = 2, 4
+"""Numbers of the steps whose memory counts, from 0; in others the loss is checked."""
+
+CAPTURED = 20
+"""Number of models of ``captured.py``."""
+
+Parts = tuple[nn.Module, Callable[[Any, Any], Tensor], tuple[Any, Any]]
+"""Model, loss and example."""
+
+
+class Double(nn.Module):
+    """Two convolutions with a group norm."""
+
+    def __init__(self, channels: int, outputs: int) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(channels, outputs, 3, padding=1), nn.GroupNorm(4, outputs)
+        self.second = nn.Conv2d(outputs, outputs, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Output of both."""
+        return silu(self.second(silu(self.norm(self.first(x)))))
+
+
+class UNet(nn.Module):
+    """Three levels with long skip connections."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        sizes = [width, 2 * width, 4 * width, 8 * width]
+        self.down = nn.ModuleList(Double(a, b) for a, b in zip([3, *sizes], sizes, strict=False))
+        self.up = nn.ModuleList(Double(3 * a, a) for a in sizes[-2::-1])
+        self.larger, self.head = nn.Upsample(scale_factor=2), nn.Conv2d(width, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Output of the model."""
+        saved = []
+        for number, block in enumerate(self.down):
+            x = block(max_pool2d(x, 2) if number else x)
+            saved.append(x)
+        saved.pop()
+        for block in self.up:
+            x = block(torch.cat([self.larger(x), saved.pop()], 1))
+        return torch.as_tensor(self.head(x))
+
+
+class Residual(nn.Module):
+    """A ResNet with batch norms and in-place activations."""
+
+    def __init__(self, width: int = 32, blocks: int = 8) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(width, width, 3, padding=1),
+                nn.BatchNorm2d(width),
+                nn.ReLU(inplace=True),
+                nn.Conv2d(width, width, 3, padding=1),
+                nn.BatchNorm2d(width),
+            )
+            for _ in range(blocks)
+        )
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        x = self.stem(x)
+        for block in self.blocks:
+            x = (x + block(x)).relu_()
+        return torch.as_tensor(self.head(x.mean((2, 3))))
+
+
+class Experts(nn.Module):
+    """A residual mixture of four experts, of which each token uses the likeliest, with a balance loss."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.gate = nn.LayerNorm(width), nn.Linear(width, 4)
+        self.first = nn.Parameter(torch.randn(4, width, 2 * width) / width)
+        self.second = nn.Parameter(torch.randn(4, 2 * width, width) / width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Output of the block."""
+        y = self.norm(x)
+        shares = self.gate(y).softmax(-1)
+        cf.add_loss(0.01 * shares.square().sum(-1).mean(), "balance")
+        picked = shares * (shares == shares.amax(-1, keepdim=True))
+        hidden = gelu(torch.einsum("stw,ewv->stev", y, self.first))
+        return x + torch.einsum("stev,evw,ste->stw", hidden, self.second, picked)
+
+
+def unet() -> Parts:
+    x = torch.randn(SAMPLES, 3, 32, 32)
+    return UNet(), mse_loss, (x, torch.randn(SAMPLES, 3, 32, 32))
+
+
+def resnet() -> Parts:
+    return Residual(), cross_entropy, (torch.randn(SAMPLES, 3, 32, 32), torch.randint(10, (SAMPLES,)))
+
+
+def moe() -> Parts:
+    layers = [nn.Linear(16, 64), *(Experts(64) for _ in range(8)), nn.Linear(64, 16)]
+    x = torch.randn(SAMPLES, 32, 16)
+    return nn.Sequential(*layers), mse_loss, (x, torch.randn(SAMPLES, 32, 16))
+
+
+def next_token(output: Any, labels: Tensor) -> Tensor:
+    return cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def llama() -> Parts:
+    import transformers  # noqa: PLC0415 - it takes seconds
+
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=8, num_attention_heads=4,
+        max_position_embeddings=64, use_cache=False,
+    )  # fmt: skip
+    tokens = torch.randint(3, 512, (SAMPLES, 64))
+    return transformers.LlamaForCausalLM(config), next_token, (tokens, tokens)
+
+
+OWN = {"unet": unet, "resnet": resnet, "moe": moe, "llama": llama}
+
+
+def mean_square(output: Any, target: Tensor) -> Tensor:
+    """Mean over samples of the squares of all floating outputs."""
+    leaves = [
+        leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    ]
+    squares = [
+        leaf.float().square().flatten(1).mean(1) for leaf in leaves if leaf.dim() and len(leaf) == len(target)
+    ]
+    return torch.stack(squares).sum(0).mean() + 0.0 * target.sum()
+
+
+def captured_names() -> list[str]:
+    """Models of the installed packages, of each package in turn."""
+    by_package = []
+    for package in captured.PACKAGES:
+        with contextlib.suppress(ImportError):
+            by_package.append([f"{package.__name__}.{name}" for name, _ in package()])
+    longest = max(map(len, by_package), default=0)
+    turns = [names[turn] for turn in range(longest) for names in by_package if turn < len(names)]
+    return turns[:CAPTURED]
+
+
+def parts_of(name: str) -> Parts:
+    torch.manual_seed(0)
+    if name in OWN:
+        return OWN[name]()
+    package, _, model_name = name.partition(".")
+    models = {function.__name__: function for function in captured.PACKAGES}[package]
+    model, batch = dict(models())[model_name]()
+    if hasattr(model, "config"):
+        model.config.use_cache = False
+    return model, mean_square, (batch(SAMPLES), torch.zeros(SAMPLES, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A worker's results: the plan, and its steps."""
+
+    plan: str
+    planned_seconds: float
+    planned_bytes: float
+    counted_bytes: int
+    peak_bytes: int
+    seconds: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A model's plan against its run; ``problem`` if it could not be planned or run."""
+
+    model: str
+    minutes: float
+    problem: str = ""
+    plan: str = ""
+    planned_seconds: float = math.nan
+    measured_seconds: float = math.nan
+    planned_bytes: float = math.nan
+    counted_bytes: float = math.nan
+    measured_bytes: float = math.nan
+
+    def error(self, predicted: str, unit: str) -> float:
+        """Relative error of a prediction."""
+        return float(getattr(self, f"{predicted}_{unit}") / getattr(self, f"measured_{unit}") - 1)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-4)
+
+
+def state_bytes(pipeline: cf.Pipeline) -> int:
+    """Bytes of a worker's weights and buffers."""
+    tensors = {
+        id(tensor): tensor
+        for stage in pipeline.stages.values()
+        for layer in stage.layers
+        for tensor in (*layer.module.parameters(), *layer.module.buffers())
+    }
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def work(name: str, steps: int) -> Run:
+    """Plan and run a model on a worker."""
+    warnings.simplefilter("ignore")
+    model, loss, example = parts_of(name)
+    pipeline = cf.Pipeline(model, loss, "auto", example=example, optimizer=adamw)
+    plan = pipeline.choice
+    assert plan is not None
+    peak, before = 0, state_bytes(pipeline)
+    for step in range(max(MEASURED) + 1):
+        with allocated(since=before) as now:
+            pipeline.step(*example)
+        before = now.current
+        if step in MEASURED:
+            peak = max(peak, now.peak)
+    seconds = [pipeline.step(*example).seconds for _ in range(steps)]
+    counted = max(worker.total for worker in pipeline.memory(*example).workers)
+    return Run(str(plan.schedule), plan.step_seconds, plan.peak_bytes, counted, peak, seconds)
+
+
+def row_of(name: str, *, workers: int, steps: int) -> Row:
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["COUNTERFLOW_CACHE"] = cache
+        try:
+            runs = cf.launch(work, name, steps, workers=workers, transport="gloo", threads=1)
+        except cf.CounterflowError as error:
+            return Row(name, (time.perf_counter() - began) / 60, str(error).partition("\n")[0])
+    first = runs[0]
+    slowest = [max(times) for times in zip(*(run.seconds for run in runs), strict=True)]
+    quieter = sorted(slowest)[: max(1, len(slowest) // 2)]
+    return Row(
+        *(name, (time.perf_counter() - began) / 60, "", first.plan),
+        *(first.planned_seconds, statistics.fmean(quieter)),
+        *(first.planned_bytes, first.counted_bytes, max(run.peak_bytes for run in runs)),
+    )
+
+
+def line_of(row: Row) -> str:
+    minutes = f"{row.minutes:.1f}"
+    if row.problem:
+        return f"| {row.model} | {minutes} | no: {row.problem[:120]} | | | | | | |"
+    cells = [
+        *(f"{1e3 * row.planned_seconds:.1f}", f"{1e3 * row.measured_seconds:.1f}"),
+        f"{row.error('planned', 'seconds'):+.1%}",
+        *(f"{row.measured_bytes / 2**20:.2f}", f"{row.error('planned', 'bytes'):+.1%}"),
+        f"{row.error('counted', 'bytes'):+.1%}",
+    ]
+    return f"| {row.model} | {minutes} | {row.plan} | {' | '.join(cells)} |"
+
+
+def summary(rows: list[Row], omitted: int) -> Iterator[str]:
+    run = [row for row in rows if not row.problem]
+    yield f"{len(run)} of {len(rows)} models planned and run without glue; {omitted} not begun"
+    for predicted, unit, name in (
+        ("planned", "seconds", "planned step"),
+        ("planned", "bytes", "planned memory"),
+        ("counted", "bytes", "counted memory"),
+    ):
+        errors = sorted(abs(row.error(predicted, unit)) for row in run)
+        if errors:
+            yield f"{name}: off by {statistics.median(errors):.1%} in the median, {errors[-1]:.1%} at most"
+    if run:
+        minutes = sorted(row.minutes for row in run)
+        yield (
+            f"from a model to the end of its steps: {statistics.median(minutes):.1f} minutes in the median, "
+            f"{minutes[-1]:.1f} at most"
+        )
+
+
+def main() -> None:
+    parser = arguments(__doc__, "own_models.txt and own_models.json")
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--models", nargs="+", help="names, as in the table; by default all")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps of each model")
+    parser.add_argument("--minutes", type=float, default=45, help="after these no model begins")
+    options = parser.parse_args()
+    names = options.models or [*OWN, *captured_names()]
+    before, about, rows = time.perf_counter(), machine(), list[Row]()
+    heading = "| model | minutes | plan | planned ms | measured ms | error | MiB | planned | counted |"
+    lines = [
+        f"# python benchmarks/own_models.py, {options.workers} workers, {machine_line(about)}",
+        "",
+        heading,
+        "|---|--:|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    print(*lines, sep="\n", flush=True)
+    for name in names:
+        if time.perf_counter() - before > 60 * options.minutes:
+            break
+        rows.append(row_of(name, workers=options.workers, steps=options.steps))
+        lines.append(line_of(rows[-1]))
+        print(lines[-1], flush=True)
+    ends = ["", *summary(rows, len(names) - len(rows))]
+    print(*ends, sep="\n")
+    if options.keep:
+        keep("own_models", [*lines, *ends], {"machine": about, "rows": [asdict(row) for row in rows]})
+
+
+if __name__ == "__main__":
+    main()
