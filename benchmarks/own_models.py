@@ -11,10 +11,10 @@ of, of the packages that are installed, some of each package in turn; their loss
 outputs, whatever structure these have.
 
 For each, processes of this machine run ``cf.Pipeline(model, loss, "auto", example=...)`` with an empty cache
-of profiles, then steps of the planned pipeline, of which the quieter half counts (the mean of it). A memory
-is that of torch's tensors on the fullest worker: planned by the profile, and counted without a step by
-``Pipeline.memory``, which benchmarks/memory.py compares with what a run allocates. The time beside them is
-of everything: processes, capture, measuring, planning, and the steps.
+of profiles, then steps of the planned pipeline, of which the quieter half counts (the mean of it). Memory is
+that of the fullest worker: planned from the profile, counted without a step by ``Pipeline.memory``, and
+measured as in ``memory.py``, in steps of the same plan. The minutes beside them are those of everything:
+processes, capture, measuring, planning, and both runs.
 
 After ``--minutes`` no further model begins, and the table says how many are left out.
 """
@@ -35,18 +35,18 @@ from typing import Any
 import captured
 import torch
 from kit import arguments, keep, machine, machine_line
+from memory import peak_of_steps
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, max_pool2d, mse_loss, silu
 from torch.utils import _pytree as pytree
 
 import counterflow as cf
-from counterflow.measure.stages.allocations import allocated
 
 SAMPLES = 16
 """Samples of a mini-batch."""
 
-MEASURED = 2, 4
-"""Numbers of the steps whose memory counts, from 0; in others the loss is checked."""
+WARM_UP = 3
+"""Steps that are not timed."""
 
 CAPTURED = 20
 """Number of models of ``captured.py``."""
@@ -237,17 +237,6 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4)
 
 
-def state_bytes(pipeline: cf.Pipeline) -> int:
-    """Bytes of a worker's weights and buffers."""
-    tensors = {
-        id(tensor): tensor
-        for stage in pipeline.stages.values()
-        for layer in stage.layers
-        for tensor in (*layer.module.parameters(), *layer.module.buffers())
-    }
-    return sum(tensor.nbytes for tensor in tensors.values())
-
-
 def work(name: str, steps: int) -> Run:
     """Plan and run a model on a worker."""
     warnings.simplefilter("ignore")
@@ -255,15 +244,16 @@ def work(name: str, steps: int) -> Run:
     pipeline = cf.Pipeline(model, loss, "auto", example=example, optimizer=adamw)
     plan = pipeline.choice
     assert plan is not None
-    peak, before = 0, state_bytes(pipeline)
-    for step in range(max(MEASURED) + 1):
-        with allocated(since=before) as now:
-            pipeline.step(*example)
-        before = now.current
-        if step in MEASURED:
-            peak = max(peak, now.peak)
-    seconds = [pipeline.step(*example).seconds for _ in range(steps)]
-    counted = max(worker.total for worker in pipeline.memory(*example).workers)
+    seconds = [pipeline.step(*example).seconds for _ in range(WARM_UP + steps)][WARM_UP:]
+    pipeline.close()
+    fresh, _, _ = parts_of(name)
+
+    def make() -> cf.Pipeline:
+        arguments = {"cuts": plan.cuts, "execution": plan.execution, "example": example[0]}
+        return cf.Pipeline(fresh, loss, plan.schedule, optimizer=adamw, **arguments)
+
+    again, peak = peak_of_steps(make, *example)
+    counted = again.memory(*example).peak_bytes
     return Run(str(plan.schedule), plan.step_seconds, plan.peak_bytes, counted, peak, seconds)
 
 
