@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import typer
 from counterflow.common.cli_fields import cli_field
 from counterflow.common.plurals import plural
 from counterflow.errors import ConfigError
+from counterflow.program.actions import Matching
 from counterflow.schedule.ir import Schedule
 from counterflow.simulation import Simulation, simulate
 from counterflow.simulation.model_share import CostsOf
@@ -29,7 +31,7 @@ from ..options.subject_argument import (
     warn_if_wrong,
 )
 from ..options.wording import flag
-from ..output.console import console, note, writing
+from ..output.console import console, heading, note, writing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,16 @@ class DrawingOptions(OptionRecord):
         False, "Also draw each worker's memory over time: bytes if any are given, else activations."
     )
     messages: bool = cli_field(False, "Also draw every message as an arrow; needs --out.")
+    communication: bool = cli_field(
+        False,
+        "Draw the communication plan instead: communicators, and the receive buffer of each message. Into "
+        ".png, .svg or .pdf; '--format json' has its proofs.",
+    )
+    matching: Matching = cli_field(
+        Matching.ORDER,
+        "With --communication, how a transport matches messages: by their order (NCCL), or by tag (Gloo), "
+        "whose receives are posted earlier.",
+    )
 
 
 def show(
@@ -82,6 +94,11 @@ def show(
     if messages and (is_run(subject) or not out):
         why = "a run's messages are not measured" if is_run(subject) else "the terminal draws no arrows"
         raise ConfigError(f"--messages: {why}; " + ("leave it out" if is_run(subject) else "add --out FILE"))
+    if output.matching is not Matching.ORDER and not output.communication:
+        raise ConfigError("--matching: add --communication; timelines do not depend on it")
+    if output.communication:
+        _show_communication(subject, options, output)
+        return
     if is_run(subject):
         _show_run(subject, output, [*options.set_values(), *costs.set_values()])
         return
@@ -105,6 +122,34 @@ def show(
                 path.write_text(as_text(schedule, FileFormat.CSV), encoding="utf-8")
             else:
                 draw(result, path, compare=compared_result, memory=memory, messages=messages)
+        note(f"Wrote {path}")
+
+
+def _show_communication(subject: str, options: SchemeOptions, output: DrawingOptions) -> None:
+    from counterflow.drawing.communication import draw_plan, plan_lines
+    from counterflow.program.checker import checked_program
+    from counterflow.program.communication.certificate import certificate
+    from counterflow.program.communication.plan import communication_plan
+
+    excluded = {"--compare": output.compare, "--memory": output.memory, "--messages": output.messages}
+    if used := [name for name, value in excluded.items() if value]:
+        raise ConfigError(f"--communication draws the plan alone; leave out {', '.join(used)}")
+    if is_run(subject):
+        raise ConfigError(f"--communication: {subject} is a run; name the schedule in it, schedule.json")
+    if output.form is FileFormat.CSV:
+        raise ConfigError("--communication: a plan is printed as json; torch's csv has no buffers")
+    schedule = schedule_of(subject, options)
+    program = checked_program(schedule, matching=output.matching)
+    plan = communication_plan(program)
+    if output.form is not None:
+        typer.echo(json.dumps(certificate(program, plan)))
+    elif not output.out:
+        typer.echo(heading(schedule))
+        for line in plan_lines(program, plan):
+            typer.echo(line)
+    for path in output.out or ():
+        with writing(path):
+            draw_plan(program, plan, path)
         note(f"Wrote {path}")
 
 
