@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import counterflow as cf
+from counterflow.common.laps import Reading
 from counterflow.execution import Batching
 from counterflow.measure.layer_times import AtLengths
 from counterflow.measure.sequences import LENGTHS, Growth, at_lengths, positions_of_batch
@@ -99,7 +100,7 @@ def _measured(slices: int) -> StageCost:
 
 
 def test_stages_in_slices_are_timed_at_three_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StageSubject, "_now", lambda _: _CLOCK[0])
+    monkeypatch.setattr(StageSubject, "_now", lambda _: Reading(_CLOCK[0], _CLOCK[0], 0))
     whole, cost = (cf.launch(_measured, n, workers=1, transport="local")[0] for n in (1, 2))
     assert (whole.forward_seconds, whole.profile.attention_share, whole.profile.fixed_share) == (
         8.0,

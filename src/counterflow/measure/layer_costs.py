@@ -15,7 +15,7 @@ from torch import nn
 from counterflow.common.tensors.dtypes import sum_dtype
 from counterflow.planning.inputs.layer_parts import Contexts
 from counterflow.planning.inputs.model import LayerSkip, LayerTie
-from counterflow.planning.inputs.profile import CURVES, LayerProfile, Profile
+from counterflow.planning.inputs.profile import CURVES, FACTORS, LayerProfile, Profile
 
 from .equal_layers import kinds_of
 from .layer_times import AtLengths, AtSize
@@ -70,9 +70,11 @@ def layer_profile(
     if at_lengths is not None:
         growth = at_lengths.growth(members, by_size[0].overhead_seconds)
         state_bytes, slice_state_bytes = max(at_lengths.state_bytes[i] for i in members)
-    curves: dict[str, Any] = {name: curve(name) for name in CURVES}
+    curves: dict[str, Any] = {name: curve(name) for name in (*CURVES, *FACTORS)}
     output_bytes = max(largest.costs[i].profile.output_bytes for i in members) / largest.size
     attends = state_bytes > 0 and not slice_state_bytes  # keys and values are left to later slices
+    if all(set(curves[name]) == {1.0} for name in FACTORS):  # without repeats
+        curves |= dict.fromkeys(FACTORS, ())
     return LayerProfile(
         samples=tuple(float(times.size) for times in by_size),
         **curves,

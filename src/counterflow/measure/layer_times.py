@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -16,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from counterflow.common.laps import OP_LAPS, Lap, OpLap, read_start, read_stop
 from counterflow.errors import CounterflowError
 from counterflow.execution import Batching, Execution
 from counterflow.runtime.mini_batch.samples import samples_in
@@ -26,6 +26,7 @@ from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.schemes import dapple, gpipe, interleaved
 
+from .disturbance import Repeats, thread_lap, undisturbed
 from .op_times import WARM_UP_STEPS, OpTimer, least
 from .sequences import Growth, at_lengths, positions_of_batch
 from .stages.stage_record import StageCost
@@ -76,7 +77,8 @@ class AtSize:
     """Costs of layers at a size of micro-batches, in samples.
 
     ``costs`` are those of each layer as a stage, with its seconds in a step; ``overhead_seconds`` is the time
-    of an op in addition to its layers, ``by_worker`` the total time of each worker, by rank.
+    of an op in addition to its layers, ``by_worker`` the total time of each worker, by rank, ``waiting`` the
+    mean share of the steps in which threads waited for a processor.
     """
 
     size: int
@@ -85,6 +87,7 @@ class AtSize:
     update_seconds_per_byte: float
     update: UpdateMemory
     by_worker: tuple[float, ...] = ()
+    waiting: float = 0.0
 
 
 def bytes_of(make: Callable[[Schedule], Pipeline], layers: int, inputs: Any, targets: Any) -> AtSize:
@@ -106,9 +109,12 @@ def bytes_of(make: Callable[[Schedule], Pipeline], layers: int, inputs: Any, tar
 
 
 def in_step(
-    costs: Sequence[StageCost], forward: Sequence[float], backward: Sequence[float]
+    costs: Sequence[StageCost],
+    forward: Sequence[float],
+    backward: Sequence[float],
+    spread: Sequence[tuple[float, float]] = (),
 ) -> tuple[StageCost, ...]:
-    """Costs of stages with their seconds in a step.
+    """Costs of stages with their seconds in a step, and the spread of these, as in ``OpTimes``.
 
     The halves of a split backward are in proportion to their measured times, scaled to the full backward.
     """
@@ -117,9 +123,12 @@ def in_step(
         return (seconds * half / backward if backward else 0.0,)
 
     stages = []
-    for cost, ahead, back in zip(costs, forward, backward, strict=True):
+    quantiles = spread or [(1.0, 1.0)] * len(costs)
+    for cost, ahead, back, (low, high) in zip(costs, forward, backward, quantiles, strict=True):
         profile = replace(
             cost.profile,
+            low_factors=(low,),
+            high_factors=(high,),
             forward_seconds=(ahead,),
             backward_seconds=(back,),
             input_gradient_seconds=scaled(cost.input_gradient_seconds, cost.backward_seconds, back),
@@ -134,7 +143,7 @@ class _Turns:
 
     def __init__(self, *timers: OpTimer) -> None:
         self._timers = timers
-        self._updates: list[float] = []
+        self._updates: list[Lap] = []
 
     def warm_up(self, steps: int = WARM_UP_STEPS) -> None:
         """Run steps that are not timed."""
@@ -146,11 +155,17 @@ class _Turns:
         for timer in self._timers:
             timer.turn()
         if self._timers:
-            self._updates.append(_update_seconds(self._timers[0].pipeline))
+            self._updates.append(_update_lap(self._timers[0].pipeline))
+
+    @property
+    def repeats(self) -> Repeats:
+        """The timed steps of the slowest of the pipelines, which has the most work."""
+        by_timer = [timer.repeats for timer in self._timers]
+        return max(by_timer, key=lambda repeats: sum(repeats.seconds), default=Repeats((), ()))
 
     def update_seconds(self, quietest: float) -> float:
         """Seconds of an update of this worker, from the turns."""
-        return statistics.median(least(self._updates, quietest, key=float))
+        return statistics.median(least(undisturbed(self._updates), quietest, key=float))
 
     def close(self) -> None:
         """Free the timed pipelines."""
@@ -166,9 +181,7 @@ class LayerTimer(_Turns):
         self._batch = subject.batch(size * MICRO_BATCHES)
         count = len(subject.layers)
         by_layer, single = _by_layer(count, MICRO_BATCHES), dapple(1, MICRO_BATCHES)
-        super().__init__(
-            *(OpTimer(_pipeline(subject, schedule), *self._batch) for schedule in (single, by_layer))
-        )
+        super().__init__(*(_timer(subject, schedule, self._batch) for schedule in (single, by_layer)))
 
     def result(self, quietest: float = 1.0) -> AtSize:
         """Times from the turns (see ``OpTimer.times``), and bytes."""
@@ -179,11 +192,12 @@ class LayerTimer(_Turns):
         backward, in_backward = without_overhead(by_layer_times.backward, single_times.backward[0])
         return AtSize(
             self.size,
-            in_step(costs, forward, backward),
+            in_step(costs, forward, backward, by_layer_times.spread),
             (in_forward + in_backward) / 2,
             self.update_seconds(quietest) / max(1, trained_bytes(single)),
             measure_update(single, by_layer),
             single_times.by_worker,
+            statistics.fmean(self.repeats.waiting),
         )
 
 
@@ -236,8 +250,8 @@ class LengthTimer(_Turns):
             return
         shorter = at_lengths(*batch, subject.batching)
         self._lengths = tuple(share for share, *_ in shorter)
-        pipeline = _pipeline(subject, _by_layer(len(subject.layers), MICRO_BATCHES))
-        super().__init__(*(OpTimer(pipeline, *batch_of_length) for _, *batch_of_length in shorter))
+        pipeline, laps = _timed_pipeline(subject, _by_layer(len(subject.layers), MICRO_BATCHES))
+        super().__init__(*(OpTimer(pipeline, inputs, targets, laps) for _, inputs, targets in shorter))
 
     def result(self, quietest: float = 1.0) -> AtLengths | None:
         """Times from the turns, see ``OpTimer.times``; None if nothing was timed."""
@@ -281,10 +295,8 @@ class StepTimer(_Turns):
 
     def __init__(self, subject: Subject, size: int) -> None:
         workers = current_transport().world_size
-        pipeline = _pipeline(
-            subject, gpipe(workers if workers <= len(subject.layers) else 1, 2 * MICRO_BATCHES)
-        )
-        super().__init__(OpTimer(pipeline, *subject.batch(2 * MICRO_BATCHES * size)))
+        schedule = gpipe(workers if workers <= len(subject.layers) else 1, 2 * MICRO_BATCHES)
+        super().__init__(_timer(subject, schedule, subject.batch(2 * MICRO_BATCHES * size)))
 
     def result(self, quietest: float = 1.0) -> tuple[float, float]:
         """Seconds between two ops, and of a step in addition to its ops and the optimiser. See
@@ -296,19 +308,19 @@ class StepTimer(_Turns):
         return times.gap_seconds, max(0.0, times.around_seconds - update)
 
 
-def _update_seconds(pipeline: Pipeline) -> float:
-    """Seconds of an update of this worker's weights, with zero gradients, because without gradients nothing
+def _update_lap(pipeline: Pipeline) -> Lap:
+    """Lap of an update of this worker's weights, with zero gradients, because without gradients nothing
     is updated.
     """
     pipeline.weights.attach()
-    begin = time.perf_counter()
+    begin = read_start()
     for optimizer in pipeline.optimizers.values():
         optimizer.step()
     if pipeline.device.type == "cuda":
         torch.cuda.synchronize(pipeline.device)
-    seconds = time.perf_counter() - begin
+    update = thread_lap(begin, read_stop())
     pipeline.weights.detach()
-    return seconds
+    return update if pipeline.device.type == "cpu" else update._replace(waits=None)
 
 
 def trained_bytes(pipeline: Pipeline) -> int:
@@ -322,13 +334,27 @@ def timed(
     subject: Subject,
     size: int,
     repeats: int,
+    *,
+    repeating: bool = True,
 ) -> Any:
-    """Run a timer's turns on a worker."""
+    """Run a timer's turns on a worker: up to twice ``repeats`` if some are disturbed; the fastest count.
+
+    All workers run as many, because they judge by equal numbers.
+
+    Args:
+        make: function that makes the timer of a subject at a size.
+        subject: the subject.
+        size: samples of a micro-batch.
+        repeats: number of turns that count.
+        repeating: False: workers share cores and wait for each other, so waits are no disturbance.
+    """
     timer = make(subject, size)
     timer.warm_up()
     for _ in range(repeats):
         timer.turn()
-    result = timer.result()
+    while repeating and not timer.repeats.suffice(repeats):
+        timer.turn()
+    result = timer.result(repeats / len(timer.repeats.seconds) if timer.repeats.seconds else 1.0)
     timer.close()
     return result
 
@@ -362,6 +388,21 @@ def _by_layer(layers: int, micro_batches: int, slices: int = 1) -> Schedule:
     if layers == 1:
         return dapple(stages=1, micro_batches=micro_batches, slices=slices)
     return interleaved(workers=1, micro_batches=micro_batches, chunks=layers, slices=slices)
+
+
+def _timer(subject: Subject, schedule: Schedule, batch: tuple[Any, Any]) -> OpTimer:
+    pipeline, laps = _timed_pipeline(subject, schedule)
+    return OpTimer(pipeline, *batch, laps)
+
+
+def _timed_pipeline(subject: Subject, schedule: Schedule) -> tuple[Pipeline, list[OpLap]]:
+    """A pipeline, and the list that has the laps of its last step's ops on a device without streams."""
+    laps: list[OpLap] = []
+    token = OP_LAPS.set(laps)
+    try:
+        return _pipeline(subject, schedule), laps
+    finally:
+        OP_LAPS.reset(token)
 
 
 def _pipeline(subject: Subject, schedule: Schedule, transport: Transport | None = None) -> Pipeline:

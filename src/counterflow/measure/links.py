@@ -5,7 +5,6 @@ Invariant: the measured time is that of a worker's wait: from the call that begi
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,13 +14,15 @@ import torch
 from counterflow.runtime.transport.base import Transport
 from counterflow.runtime.workers.world import current_transport
 
+from .disturbance import quiet_seconds, waiting_seconds
+
 MESSAGES = (4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 """Bytes of the messages and all-reduces from which latency and seconds per byte are fitted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Travel:
-    """Size and median seconds of a message, or an all-reduce."""
+    """Size and seconds of a message, or an all-reduce, see ``quiet_seconds``."""
 
     size_bytes: int
     seconds: float
@@ -67,14 +68,19 @@ def _measured(
     transport: Transport, size: int, repeats: int, run: Callable[[torch.Tensor], float | None]
 ) -> Travel:
     tensor = torch.zeros(size // 4, device=transport.device)
-    durations = []
+    durations, waits = [], []
     for turn in range(repeats + max(2, repeats // 3)):
+        waited = waiting_seconds()
         transport.gather([0.0])  # all begin together
         seconds = run(tensor)
+        passed, waited = seconds or 0.0, waiting_seconds() - waited
+        rows = transport.gather([passed, waited])
+        longest, waiting = (max(column) for column in zip(*rows, strict=True))
         if seconds is not None and turn >= max(2, repeats // 3):
             durations.append(seconds)
-    median = statistics.median(durations) if durations else 0.0
-    return Travel(size, max(row[0] for row in transport.gather([median])))
+            waits.append(waiting / longest if longest else 0.0)
+    seconds = quiet_seconds(durations, waits) if durations else 0.0
+    return Travel(size, max(row[0] for row in transport.gather([seconds])))
 
 
 def _there_and_back(transport: Transport, tensor: torch.Tensor, pair: tuple[int, int]) -> float | None:

@@ -21,6 +21,7 @@ from counterflow.planning.inputs.model import Model
 from counterflow.planning.inputs.profile import Profile
 
 from .cluster_costs import cluster_of
+from .disturbance import HIGH, LOW
 from .layer_costs import skips_of
 from .layer_times import AtSize, SubjectSource
 from .links import Travel
@@ -212,7 +213,8 @@ def profile_of(
         step_overhead_seconds=around,
         sources={
             "layers": f"{how}; of equal layers in a row one, of others of a kind the median; "
-            "halves of split backwards in proportion",
+            "halves of split backwards in proportion; on one thread seconds of a processor",
+            "low_factors, high_factors": f"quantiles {LOW} and {HIGH} of steps and workers",
             "update_seconds_per_byte": f"{optimizer}: measured, median",
             "op_overhead_seconds": "measured: time between two ops, and what a stage adds to its layers",
             "step_overhead_seconds": "measured: a step without its ops and the optimiser",

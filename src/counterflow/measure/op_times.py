@@ -15,8 +15,13 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeVar, cast
 
+import numpy as np
+
+from counterflow.common.laps import Lap, OpLap, lap, read_start, read_stop
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.schedule.ir import Op, OpKind
+
+from .disturbance import HIGH, LOW, WAITING, Repeats, is_exact, thread_lap, undisturbed, waiting_seconds
 
 T = TypeVar("T")
 
@@ -30,15 +35,19 @@ class OpTimes:
     """Duration of ops: the mean over steps and micro-batches, and the median over workers.
 
     The mean is used because a step is a sum of ops, so an op that now and then takes longer does so in a
-    step, too.
+    step, too. Time in which others had the processor is no part of it where that is known, see
+    ``undisturbed``.
 
     Attributes:
         forward: seconds of a forward, by stage.
         backward: seconds of a backward, by stage.
         gap_seconds: seconds between two ops of a worker if the second one does not wait: sends are posted
             there.
-        around_seconds: seconds of a step before its first op and after its last one on any worker.
+        around_seconds: seconds of a step before its first op and after its last one on any worker; of a
+            disturbed step those of a processor, without waits for other workers.
         by_worker: seconds of all of a worker's ops, one micro-batch, by rank.
+        spread: by stage, a low and a high quantile over steps and workers of its seconds, forward and
+            backward together, as multiples of them.
     """
 
     forward: tuple[float, ...]
@@ -46,16 +55,18 @@ class OpTimes:
     gap_seconds: float
     around_seconds: float
     by_worker: tuple[float, ...] = ()
+    spread: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(slots=True)
 class _Turn:
-    """Parts of a timed step, in seconds; ``step`` is equal on all workers."""
+    """Parts of a timed step, in seconds; ``step`` and ``waiting`` are equal on all workers."""
 
     step: float
+    waiting: float
     around: float
-    ops: dict[tuple[OpKind, int], list[float]] = field(default_factory=lambda: defaultdict(list))
-    gaps: list[float] = field(default_factory=list)
+    ops: dict[tuple[OpKind, int], list[Lap]] = field(default_factory=lambda: defaultdict(list))
+    gaps: list[Lap] = field(default_factory=list)
 
 
 class OpTimer:
@@ -65,13 +76,24 @@ class OpTimer:
         pipeline: the pipeline to time, which trains.
         inputs: see ``Pipeline.step``.
         targets: see ``Pipeline.step``.
+        laps: list of the laps of its last step's ops on this worker; None, or empty after a step: ops of its
+            replica are timed by the wall alone.
     """
 
-    def __init__(self, pipeline: Pipeline, inputs: Any, targets: Any) -> None:
+    def __init__(
+        self, pipeline: Pipeline, inputs: Any, targets: Any, laps: list[OpLap] | None = None
+    ) -> None:
         self.pipeline = pipeline
         self._batch = inputs, targets
         self._last_stage = pipeline.schedule.stages - 1
         self._turns: list[_Turn] = []
+        self._laps = [] if laps is None else laps
+
+    @property
+    def repeats(self) -> Repeats:
+        """The timed steps."""
+        turns = self._turns
+        return Repeats(tuple(turn.step for turn in turns), tuple(turn.waiting for turn in turns))
 
     def warm_up(self, steps: int = WARM_UP_STEPS) -> None:
         """Run steps that are not timed."""
@@ -82,17 +104,37 @@ class OpTimer:
         """Run a timed step."""
         pipeline = self.pipeline
         pipeline.transport.gather([])  # all begin together
+        waited, begin = waiting_seconds(), read_start()
         step = pipeline.step(*self._batch)
-        seconds = max(row[0] for row in pipeline.transport.gather([step.seconds]))
+        whole = lap(begin, read_stop())
+        waiting = min(1.0, (waiting_seconds() - waited) / whole.wall)
+        rows = pipeline.transport.gather([step.seconds, waiting])
+        seconds, waiting = (max(column) for column in zip(*rows, strict=True))
         timeline = pipeline.timeline(pipeline.replica)
         begins = min(row[0][1] for row in timeline if row)
         ends = max(row[-1][2] for row in timeline if row)
-        turn = _Turn(seconds, seconds - (ends - begins))
-        for row in timeline:
-            for op, start, end in row:
-                turn.ops[op.kind, op.stage].append(end - start)
-            turn.gaps += [b[1] - a[2] for a, b in pairwise(row) if self._waits_for_none(b[0])]
+        around = seconds - (ends - begins)
+        if self._laps and waiting > WAITING:
+            inside = self._laps[-1].end.processor - self._laps[0].begin.processor
+            around = min(around, whole.processor - inside)
+        turn = _Turn(seconds, waiting, around)
+        if self._laps:
+            self._read_laps(turn)
+        else:
+            for row in timeline:
+                for op, start, end in row:
+                    turn.ops[op.kind, op.stage].append(_by_wall(end - start))
+                turn.gaps += [_by_wall(b[1] - a[2]) for a, b in pairwise(row) if self._waits_for_none(b[0])]
         self._turns.append(turn)
+
+    def _read_laps(self, turn: _Turn) -> None:
+        for op, begin, end in self._laps:
+            turn.ops[op.kind, op.stage].append(thread_lap(begin, end))
+        turn.gaps += [
+            thread_lap(before.end, after.begin)
+            for before, after in pairwise(self._laps)
+            if self._waits_for_none(after.op)
+        ]
 
     def times(self, quietest: float = 1.0) -> OpTimes:
         """Results of the turns.
@@ -101,35 +143,85 @@ class OpTimer:
             quietest: share of the steps that count, which are the fastest ones.
         """
         turns = least(self._turns, quietest, key=lambda turn: turn.step)
-        seconds: dict[tuple[OpKind, int], list[float]] = defaultdict(list)
+        keys = {key: None for turn in turns for key in turn.ops}
+        laps = {key: [lap for turn in turns for lap in turn.ops[key]] for key in keys}
+        exact = {key: is_exact(laps[key]) for key in keys}
+        means = {key: _mean(undisturbed(laps[key], exact=exact[key])) for key in keys}
+        lows, highs = defaultdict[int, list[float]](list), defaultdict[int, list[float]](list)
         for turn in turns:
-            for key, durations in turn.ops.items():
-                seconds[key] += durations
-        means = {key: _mean(durations) for key, durations in seconds.items()}
-        gap = _mean([gap for turn in turns for gap in turn.gaps])
+            seconds: dict[int, list[tuple[float, float]]] = defaultdict(list)
+            for (kind, stage), ops in turn.ops.items():
+                mean = _mean(undisturbed(ops, exact=exact[kind, stage]))
+                least_mean = mean if exact[kind, stage] else (1 - turn.waiting) * mean
+                seconds[stage].append((least_mean, mean))
+            for stage, ranges in seconds.items():
+                low, high = map(sum, zip(*ranges, strict=True))
+                lows[stage].append(low)
+                highs[stage].append(high)
+        gap = _mean(undisturbed([gap for turn in turns for gap in turn.gaps]))
         around = _mean([turn.around for turn in turns])
-        rows = cast(
-            "list[tuple[dict[tuple[OpKind, int], float], float, float]]",
-            self.pipeline.transport.gather_objects((means, gap, around)),
-        )
+        results = _WorkerTimes(means, dict(lows), dict(highs), gap, around)
+        rows = cast("list[_WorkerTimes]", self.pipeline.transport.gather_objects(results))
+        stages = range(self._last_stage + 1)
         forward, backward = (
             tuple(
-                statistics.median(row[0][kind, stage] for row in rows)
-                for stage in range(self._last_stage + 1)
+                statistics.median(row.means[kind, stage] for row in rows if (kind, stage) in row.means)
+                for stage in stages
             )
             for kind in (OpKind.FORWARD, OpKind.BACKWARD)
+        )
+        spread = (
+            spread_of(
+                forward[stage] + backward[stage],
+                [seconds for row in rows for seconds in row.lows.get(stage, ())],
+                [seconds for row in rows for seconds in row.highs.get(stage, ())],
+            )
+            for stage in stages
         )
         return OpTimes(
             forward,
             backward,
-            statistics.median(row[1] for row in rows),
-            statistics.median(row[2] for row in rows),
-            tuple(sum(row[0].values()) for row in rows),
+            statistics.median(row.gap for row in rows),
+            statistics.median(row.around for row in rows),
+            tuple(sum(row.means.values()) for row in rows),
+            tuple(spread),
         )
 
     def _waits_for_none(self, op: Op) -> bool:
         """True if an op takes the mini-batch, or its stage's loss."""
         return op.stage == (0 if op.kind.is_forward else self._last_stage)
+
+
+@dataclass(frozen=True, slots=True)
+class _WorkerTimes:
+    """Times on a worker: means by op, low and high seconds of a stage in each step, gaps and the rest."""
+
+    means: dict[tuple[OpKind, int], float]
+    lows: dict[int, list[float]]
+    highs: dict[int, list[float]]
+    gap: float
+    around: float
+
+
+def _by_wall(seconds: float) -> Lap:
+    return Lap(seconds, seconds, None)
+
+
+def spread_of(seconds: float, lows: Sequence[float], highs: Sequence[float]) -> tuple[float, float]:
+    """Quantiles ``LOW`` and ``HIGH`` of repeats, as multiples of a time that is between them.
+
+    Args:
+        seconds: the time.
+        lows: seconds of each repeat, without those in which threads may have waited for a processor.
+        highs: seconds of each repeat.
+
+    >>> spread_of(2.0, [1.0, 2.0, 3.0], [1.0, 2.0, 3.0])
+    (0.6, 1.4)
+    """
+    if not seconds or not lows:
+        return 1.0, 1.0
+    low, high = float(np.quantile(lows, LOW)), float(np.quantile(highs, HIGH))
+    return min(1.0, low / seconds), max(1.0, high / seconds)
 
 
 def least(values: Sequence[T], share: float, key: Callable[[T], float]) -> list[T]:

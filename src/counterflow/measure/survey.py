@@ -8,9 +8,10 @@ Invariant: nothing is guessed. What was not measured (a second node) is omitted.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -124,9 +125,8 @@ def survey_of_workers(subject: Subject, chain: LayerChain, sizes: Sequence[int],
         sizes: samples of a micro-batch, ascending.
         repeats: number of measurements, of which the median counts.
     """
-    transport, placed = current_transport(), rank_info()
-    nodes = 1 if placed is None else placed.machines
-    here = transport.world_size // nodes
+    transport, here = current_transport(), _workers_here()
+    nodes = transport.world_size // here
     measured = _measured(lambda: subject, sizes, repeats, None, pairs=_pairs(here, nodes), chain=chain)
     chain, layers, by_size, lengths, steps, links = measured
     return Survey(
@@ -135,6 +135,11 @@ def survey_of_workers(subject: Subject, chain: LayerChain, sizes: Sequence[int],
         links[-1] if nodes > 1 else ((), ()),
         lengths,
     )
+
+
+def _workers_here() -> int:
+    placed = rank_info()
+    return current_transport().world_size // (1 if placed is None else placed.machines)
 
 
 def _pairs(here: int, nodes: int) -> tuple[tuple[int, int], ...]:
@@ -183,8 +188,13 @@ def _measured(
     model = source()
     chain = chain or LayerChain.of(model)
     subject = chain.subject(model)
-    by_size = [finished(timed(LayerTimer, subject, size, repeats)) for size in sizes]
-    lengths = finished(timed(LengthTimer, subject, sizes[0], repeats))
-    steps = finished(timed(StepTimer, subject, sizes[len(sizes) // 2], repeats))
+    # Workers that share cores wait for each other, which is no disturbance.
+    repeating = _workers_here() * torch.get_num_threads() <= cores()
+    run = partial(timed, repeats=repeats, repeating=repeating)
+    by_size = [finished(run(LayerTimer, subject, size)) for size in sizes]
+    lengths = finished(run(LengthTimer, subject, sizes[0]))
+    steps = finished(run(StepTimer, subject, sizes[len(sizes) // 2]))
     layers = assembled(subject.layers, by_size, lengths, chain.measured_kinds)
+    if repeating:
+        layers = replace(layers, waiting_share=round(fmean(times.waiting for times in by_size), 3))
     return chain, layers, by_size, lengths, steps, [measure_links(repeats, pair) for pair in pairs]

@@ -114,6 +114,13 @@ class PredictionShown(ConfigurationShown):
     workers: Annotated[int, predicted("workers of a replica", "workers")]
     micro_batches: Annotated[int, predicted("micro-batches of an update, on each replica", "micro_batches")]
     step_seconds: Annotated[float, predicted("one mini-batch", "step_seconds")]
+    step_range_seconds: Annotated[
+        tuple[float, float] | None,
+        predicted(
+            "the step with the low and the high quantile of every layer's seconds; null: not profiled",
+            "step_range_seconds",
+        ),
+    ]
     steady_step_seconds: Annotated[
         float,
         predicted(

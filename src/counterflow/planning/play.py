@@ -35,6 +35,8 @@ from .cost.memory import (
 from .cost.positions import Inputs
 from .cost.sharded_state import ShardedState, ShardedStates
 from .cost.stages import StageCosts
+from .inputs.profile import Profile
+from .inputs.reliability import unreliable
 from .prediction import Configuration, Parts, Prediction
 from .timing import Timing
 
@@ -170,6 +172,26 @@ class Play:
     def seconds(self) -> float:
         """Seconds of one step, with or without a barrier as the model's config says."""
         return self.step_seconds(self.timing.update)
+
+    @cached_property
+    def range_seconds(self) -> tuple[float, float] | None:
+        """Seconds of one step with the low and the high quantile of every layer's seconds.
+
+        The same order is simulated with ``Profile.bounds``: all layers are low, or high, at once. So it is
+        the range of a machine whose speed varies; if layers vary independently a step varies less. Links,
+        overheads and updates are as profiled. None: the profile has no quantiles.
+        """
+        bounds = self.inputs.undivided.bounds()
+        if bounds is None:
+            return None
+        low, high = (self._with_profile(profile).seconds for profile in bounds)
+        return min(low, self.seconds), max(high, self.seconds)
+
+    def _with_profile(self, profile: Profile) -> Play:
+        known = self.inputs
+        inputs = Inputs.at(known.whole_model, profile, known.devices, known.degrees)
+        stages = replace(self.stages, model=inputs.model, profile=inputs.profile)
+        return replace(self, inputs=inputs, stages=stages, simulated=None)
 
     @property
     def steady_seconds(self) -> float:
@@ -327,6 +349,7 @@ class Play:
             notes=tuple(self._notes()),
             usable_by_worker=self.network.usable_bytes,
             mesh=self._mesh(),
+            step_range_seconds=self.range_seconds,
         )
 
     def _mesh(self) -> list[list[list[int]]] | None:
@@ -379,6 +402,8 @@ class Play:
                 f"micro-batches of {self.configuration.samples} samples exceed the profile of "
                 f"{', '.join(beyond)} (at most {largest[beyond[0]]:g}): their times are extrapolated linearly"
             )
+        if (reason := unreliable(self.inputs.undivided)) is not None:
+            notes.append(f"the profile is {reason}")
         return notes
 
 

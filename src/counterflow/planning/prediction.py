@@ -116,6 +116,8 @@ class Prediction:
         usable_by_worker: memory that each worker can use, if devices differ; otherwise empty.
         mesh: devices by replica, worker and position, the latter of (dp_shard, cp, tp), for a ``DeviceMesh``;
             None if a worker has one.
+        step_range_seconds: the step with the low and the high quantile of every layer's seconds, see
+            ``Play.range_seconds``; None: the profile has no quantiles.
     """
 
     configuration: Configuration
@@ -132,6 +134,12 @@ class Prediction:
     notes: tuple[str, ...] = ()
     usable_by_worker: tuple[float, ...] = ()
     mesh: list[list[list[int]]] | None = None
+    step_range_seconds: tuple[float, float] | None = None
+
+    @property
+    def step_text(self) -> str:
+        """Seconds of a step for people, with the larger distance to an end of its range."""
+        return seconds_text(self.step_seconds, self.step_range_seconds)
 
     @property
     def samples_per_second(self) -> float:
@@ -165,6 +173,20 @@ class Prediction:
 
     def _repr_html_(self) -> str:
         return titled(self.schedule, ranking([self]), *map(preformatted, self.notes))
+
+
+def seconds_text(seconds: float, within: tuple[float, float] | None = None) -> str:
+    """Seconds for people, with the larger distance to an end of a range.
+
+    >>> seconds_text(0.2835), seconds_text(0.2835, (0.28, 0.2921)), seconds_text(1.5, (1.5, 1.5))
+    ('283.5 ms', '283.5 ± 8.6 ms', '1.5 s')
+    """
+    scale, unit = (1.0, "s") if seconds >= 1 else (1000.0, "ms")
+    text = f"{scale * seconds:.4g}"
+    distance = 0.0 if within is None else max(seconds - within[0], within[1] - seconds)
+    if distance > 5e-4 * seconds:
+        text += f" ± {scale * distance:.2g}" if scale * distance < 100 else f" ± {scale * distance:.0f}"
+    return f"{text} {unit}"
 
 
 def choices(configuration: Configuration) -> str:
@@ -220,7 +242,7 @@ def ranking(predictions: Iterable[Prediction]) -> str:
                 *(plan.scheme, prediction.workers, plan.replicas),
                 *(getattr(plan, degrees[head]) for head in used),
                 *(plan.samples, prediction.micro_batches),
-                *(plan.recompute.value, plan.sync.value, f"{prediction.step_seconds:.4g} s"),
+                *(plan.recompute.value, plan.sync.value, prediction.step_text),
                 *(f"{prediction.samples_per_second:.4g}", f"{prediction.bubble_ratio:.1%}"),
                 f"{peak:.4g} GiB{'' if prediction.fits else ': too large'}",
             )

@@ -128,17 +128,23 @@ def _progress(*, shown: bool) -> Iterator[Callable[[str, int, int], None]]:
         yield report
 
 
+def _spread(low: Sequence[float], high: Sequence[float]) -> str:
+    """The first of some low and high quantiles, as changes."""
+    return f"{low[0] - 1:+.0%} {high[0] - 1:+.0%}" if low and high else ""
+
+
 def _print(measured: Measurement) -> None:
     from rich.text import Text
 
     from counterflow.drawing.time_units import time_unit
+    from counterflow.planning.inputs.reliability import unreliable
 
     def shown(seconds: float) -> str:
         return time_unit(seconds).text(seconds)
 
     out = console(WIDE)
     out.print(Text(measured.model.name, style="bold"), Text(f"on {measured.profile.machine}"), sep="\n")
-    columns = ("layer", "samples", "forward", "backward", "saved for backward")
+    columns = ("layer", "samples", "forward", "backward", "spread", "saved for backward")
     table = table_of(*columns, text_columns=("layer",))
     for kind, layer in measured.profile.layers.items():
         count = measured.model.layers.count(kind)
@@ -148,6 +154,7 @@ def _print(measured: Measurement) -> None:
                 f"{size:g}",
                 shown(layer.forward_seconds[row]),
                 shown(layer.backward_seconds[row]),
+                _spread(layer.low_factors[row:], layer.high_factors[row:]),
                 byte_size(layer.saved_bytes[row]),
             )
     out.print(table)
@@ -177,3 +184,5 @@ def _print(measured: Measurement) -> None:
     )
     for some in cluster.kinds:
         out.print(f"{some.name}: layers take {some.slowness:g} times as long as in the profile")
+    if (reason := unreliable(measured.profile)) is not None:
+        out.print(Text(f"This profile is {reason}", style="bold"))

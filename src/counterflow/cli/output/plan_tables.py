@@ -9,7 +9,7 @@ from rich.text import Text
 
 from counterflow.common.plurals import plural
 from counterflow.planning.by_length import slices_win_from
-from counterflow.planning.prediction import choices
+from counterflow.planning.prediction import choices, seconds_text
 from counterflow.planning.search.degrees_tried import words
 from counterflow.planning.search.node_orders import in_words
 from counterflow.schedule.modes import Recompute
@@ -144,7 +144,7 @@ def _ranking(plans: Sequence[Plan], *, width: int, with_arrangement: bool) -> An
         "recompute": lambda p: p.configuration.recompute.value,
         "sync": lambda p: p.configuration.sync.value,
         "devices": lambda p: p.configuration.arrangement.value,
-        "step": lambda p: _seconds(p.step_seconds),
+        "step": lambda p: p.step_text,
         "samples/s": lambda p: number(round(p.samples_per_second, 1)),
         "bubbles": lambda p: f"{p.bubble_ratio:.1%}",
         "peak memory": lambda p: byte_size(max(p.peak_bytes)),
@@ -392,4 +392,4 @@ def _rejected(result: SearchResult) -> Any:
 
 
 def _seconds(value: float) -> str:
-    return f"{value:.4g} s" if value >= 1 else f"{1000 * value:.4g} ms"
+    return seconds_text(value)

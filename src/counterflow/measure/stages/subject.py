@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from counterflow.common.laps import Reading, read_start
 from counterflow.common.tensors.graphs import graph_of, pointers, saved_by, storage_bytes
 from counterflow.common.trees import tensors_in
 from counterflow.planning.inputs.profile import LayerProfile
@@ -20,6 +19,7 @@ from counterflow.runtime.stages.sample_rows import SampleRows
 from counterflow.runtime.stages.saved_bytes import SavedBytes
 from counterflow.runtime.stages.stage import NOT_COUNTED, LocalStage
 
+from ..disturbance import thread_lap, undisturbed
 from .allocations import allocated
 from .chain import Chain, OutputHead
 
@@ -68,7 +68,7 @@ class StageSubject:
         if outputs:
             unit_pass.settle()
             unit_pass.backward([torch.ones_like(tensor) for tensor in outputs])
-        return middle - start, self._now() - middle
+        return self._seconds(start, middle), self._seconds(middle, self._now())
 
     def saved_bytes(self, constant: Sequence[Tensor]) -> int:
         """Return the bytes that autograd saves for the backward.
@@ -104,7 +104,7 @@ class StageSubject:
                 deferred = unit_pass.deferred()
             again = self._now()
             unit_pass.weight_gradients()
-            seconds.append((middle - start, self._now() - again))
+            seconds.append((self._seconds(start, middle), self._seconds(again, self._now())))
             self.drop_gradients()
         return seconds[2:], deferred
 
@@ -113,12 +113,15 @@ class StageSubject:
         for tensor in self.inputs:
             tensor.grad = None
 
-    def _now(self) -> float:
-        device = self._pipeline.device
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            return time.perf_counter()
+    def _now(self) -> Reading:
+        if self._pipeline.device.type == "cuda":
+            torch.cuda.synchronize(self._pipeline.device)
+        return read_start()
+
+    def _seconds(self, begin: Reading, end: Reading) -> float:
+        passed = thread_lap(begin, end)
+        exact = self._pipeline.device.type == "cpu" and passed.waits == 0
+        return undisturbed([passed], exact=exact)[0]
 
 
 def with_workspace(

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from operator import mul
+from typing import Any, Self
 
 from counterflow.errors import ConfigError
 from counterflow.schedule.op import OpKind
@@ -52,6 +54,9 @@ _IF_THERE = (
 )
 CURVES = (*_AT_SIZES, *_IF_THERE)
 """Fields of ``LayerProfile`` with an amount for each size."""
+
+FACTORS = "low_factors", "high_factors"
+"""Fields of ``LayerProfile`` with a multiple of the seconds for each size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +105,9 @@ class LayerProfile:
         tensor_parallel: the parts that tensor parallelism divides; None: none.
         experts: its routed experts, which expert parallelism divides; None: none.
         contexts: its attention, for which positions that share sequences gather keys and values; None: none.
+        low_factors: multiples of its seconds at each size, at most 1, that give a low quantile of repeats;
+            empty: seconds are exact.
+        high_factors: the same for a high quantile, at least 1.
         parameter_bytes: size of each trained parameter, in the layer's order, because whole parameters have
             owners if optimiser state is sharded. None: the layer's bytes are assumed to be divided evenly.
 
@@ -144,6 +152,8 @@ class LayerProfile:
     slice_state_bytes: float = 0.0
     experts: Experts | None = None
     contexts: Contexts | None = None
+    low_factors: tuple[float, ...] = ()
+    high_factors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.samples or self.samples[0] <= 0 or any(a >= b for a, b in pairwise(self.samples)):
@@ -160,6 +170,7 @@ class LayerProfile:
                 )
             for value in values:
                 require_number(name, value)
+        self._require_factors()
         for name in _ALONE:
             require_number(name, getattr(self, name))
         self._require_parts()
@@ -175,6 +186,21 @@ class LayerProfile:
                 f"parameter_bytes: {sum(self.parameter_bytes):g} bytes, but {self.trained_bytes:g} "
                 "are trained (weights_bytes less frozen_bytes); make the numbers equal, or leave "
                 "parameter_bytes out"
+            )
+
+    def _require_factors(self) -> None:
+        for name in FACTORS:
+            factors = getattr(self, name)
+            if factors and len(factors) != len(self.samples):
+                raise ConfigError(
+                    f"{name}: {len(factors)} numbers for {len(self.samples)} sizes; give one per size"
+                )
+            for factor in factors:
+                require_number(name, factor)
+        if any(factor > 1 for factor in self.low_factors) or any(factor < 1 for factor in self.high_factors):
+            raise ConfigError(
+                f"low_factors={list(self.low_factors)} and high_factors={list(self.high_factors)}: are "
+                "multiples of the seconds; must be at most 1, and at least 1"
             )
 
     def _require_parts(self) -> None:
@@ -212,6 +238,17 @@ class LayerProfile:
     def position_sum_seconds(self) -> float:
         """Time of the sum of its gradients over the positions of a worker."""
         return 0.0
+
+    def multiplied(self, factors: tuple[float, ...]) -> Self:
+        """The layer with its seconds multiplied by a factor for each size; empty: as they are."""
+        if not factors:
+            return self
+        scaled: dict[str, Any] = {
+            name: tuple(map(mul, getattr(self, name), factors))
+            for name in CURVES
+            if name.endswith("_seconds")
+        }
+        return replace(self, **scaled, low_factors=(), high_factors=())
 
     def lines(self) -> dict[OpKind, Line]:
         """Seconds of an op of each kind."""
@@ -292,6 +329,8 @@ class Profile:
             ``norm_peak_bytes``.
         norm_peak_bytes: maximum memory of the gradient norm.
         positions: positions of a sample's sequence, which slices divide; 0: it has none.
+        waiting_share: mean share of the timed steps in which threads of a worker waited for a processor that
+            others had.
 
     Raises:
         ConfigError: there are no kinds, or a number is negative.
@@ -311,6 +350,7 @@ class Profile:
     norm_bytes_per_byte: float = 0.0
     norm_peak_bytes: float = 0.0
     positions: int = 0
+    waiting_share: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -322,6 +362,7 @@ class Profile:
             "norm_bytes_per_byte",
             "norm_peak_bytes",
             "positions",
+            "waiting_share",
         ):
             require_number(name, getattr(self, name))
 
@@ -337,3 +378,15 @@ class Profile:
                 f"profile {self.name}: has no layers of kind {kind!r}; kinds: {', '.join(self.layers)}"
             )
         return known
+
+    def bounds(self) -> tuple[Profile, Profile] | None:
+        """The profile with all seconds of layers at their low quantile, and at their high one.
+
+        All layers are low or high at once, as on a machine that is quick or slow. None: no layer has
+        quantiles.
+        """
+        if not any(layer.low_factors or layer.high_factors for layer in self.layers.values()):
+            return None
+        low = {kind: layer.multiplied(layer.low_factors) for kind, layer in self.layers.items()}
+        high = {kind: layer.multiplied(layer.high_factors) for kind, layer in self.layers.items()}
+        return replace(self, layers=low), replace(self, layers=high)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from typing_extensions import override
 
+from counterflow.common.laps import OP_LAPS, OpLap, Reading, read_start, read_stop
 from counterflow.common.tensors.devices import holds_host, module_of
 from counterflow.schedule.ir import Op
 
@@ -73,6 +74,40 @@ class HostClock(Clock):
         zero = self.began_seconds
         return [
             Ran(op, period_offset, start - zero, end - zero) for op, period_offset, start, end in self._noted
+        ]
+
+
+class LapClock(Clock):
+    """For ops that are over when they return, with their seconds of a processor.
+
+    Args:
+        laps: list of the laps since it was started.
+    """
+
+    def __init__(self, laps: list[OpLap]) -> None:
+        self.began_seconds = 0.0
+        self._laps = laps
+        self._offsets: list[int] = []
+
+    @override
+    def start(self) -> None:
+        self._laps.clear()
+        self._offsets.clear()
+        self.began_seconds = time.perf_counter()
+
+    begin = staticmethod(read_start)
+
+    @override
+    def end(self, op: Op, period_offset: int, begin: Reading) -> None:
+        self._laps.append(OpLap(op, begin, read_stop()))
+        self._offsets.append(period_offset)
+
+    @override
+    def ran(self) -> list[Ran]:
+        zero = self.began_seconds
+        return [
+            Ran(lap.op, offset, lap.begin.wall - zero, lap.end.wall - zero)
+            for lap, offset in zip(self._laps, self._offsets, strict=True)
         ]
 
 
@@ -136,8 +171,9 @@ class EventClock(Clock):
 
 
 def clock_of(device: torch.device) -> Clock:
-    """The clock for ops on a device."""
+    """The clock for ops on a device, which reads laps if ``OP_LAPS`` is set."""
     if holds_host(device):
         module = module_of(device)
         return EventClock(partial(module.Event, enable_timing=True), partial(module.synchronize, device))
-    return HostClock()
+    laps = OP_LAPS.get()
+    return HostClock() if laps is None else LapClock(laps)
