@@ -185,6 +185,10 @@ def test_disturbed_steps_are_repeated_up_to_twice_as_many(
     assert timer.share == 3 / turns
 
 
+def test_nothing_to_time_is_not_repeated() -> None:
+    assert Repeats((), ()).suffice(3)  # of a model without sequences no lengths are timed
+
+
 def test_steps_of_workers_that_share_cores_are_not_repeated() -> None:
     timer = Timer([(1.0, 0.9)])
     make: Any = lambda *_: timer  # noqa: E731

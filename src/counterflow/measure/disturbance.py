@@ -119,6 +119,7 @@ class Repeats:
 
     def suffice(self, repeats: int) -> bool:
         """True if as many steps as wanted were not disturbed, or twice as many were timed, which bounds the
-        time that a busy machine can take.
+        time that a busy machine can take, or none, as there is nothing to time.
         """
-        return self.quiet >= repeats or len(self.seconds) >= 2 * repeats
+        nothing_timed = not self.seconds
+        return nothing_timed or self.quiet >= repeats or len(self.seconds) >= 2 * repeats

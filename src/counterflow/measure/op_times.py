@@ -106,8 +106,8 @@ class OpTimer:
         pipeline.transport.gather([])  # all begin together
         waited, begin = waiting_seconds(), read_start()
         step = pipeline.step(*self._batch)
-        whole = lap(begin, read_stop())
-        waiting = min(1.0, (waiting_seconds() - waited) / whole.wall)
+        passed = lap(begin, read_stop())
+        waiting = min(1.0, (waiting_seconds() - waited) / passed.wall)
         rows = pipeline.transport.gather([step.seconds, waiting])
         seconds, waiting = (max(column) for column in zip(*rows, strict=True))
         timeline = pipeline.timeline(pipeline.replica)
@@ -116,7 +116,7 @@ class OpTimer:
         around = seconds - (ends - begins)
         if self._laps and waiting > WAITING:
             inside = self._laps[-1].end.processor - self._laps[0].begin.processor
-            around = min(around, whole.processor - inside)
+            around = min(around, passed.processor - inside)
         turn = _Turn(seconds, waiting, around)
         if self._laps:
             self._read_laps(turn)
