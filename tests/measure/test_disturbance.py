@@ -14,7 +14,7 @@ from torch import nn
 from counterflow import Pipeline, launch, schemes
 from counterflow.common.laps import OP_LAPS, Lap, OpLap, Reading
 from counterflow.measure import op_times
-from counterflow.measure.disturbance import Repeats, quiet_seconds, undisturbed, waiting_seconds
+from counterflow.measure.disturbance import TimedSteps, quiet_seconds, undisturbed, waiting_seconds
 from counterflow.measure.layer_times import timed
 from counterflow.measure.op_times import OpTimer
 from counterflow.schedule.ir import Op
@@ -146,9 +146,9 @@ class Timer:
     share: float = 0.0
 
     @property
-    def repeats(self) -> Repeats:
+    def repeats(self) -> TimedSteps:
         rows = [self.steps[min(turn, len(self.steps) - 1)] for turn in range(self.turns)]
-        return Repeats(tuple(seconds for seconds, _ in rows), tuple(waiting for _, waiting in rows))
+        return TimedSteps(tuple(seconds for seconds, _ in rows), tuple(waiting for _, waiting in rows))
 
     def warm_up(self) -> None:
         assert not self.turns
@@ -186,7 +186,7 @@ def test_disturbed_steps_are_repeated_up_to_twice_as_many(
 
 
 def test_nothing_to_time_is_not_repeated() -> None:
-    assert Repeats((), ()).suffice(3)  # of a model without sequences no lengths are timed
+    assert TimedSteps((), ()).suffice(3)  # of a model without sequences no lengths are timed
 
 
 def test_steps_of_workers_that_share_cores_are_not_repeated() -> None:

@@ -98,7 +98,7 @@ def quiet_seconds(seconds: Sequence[float], waiting: Sequence[float]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Repeats:
+class TimedSteps:
     """Steps that were timed, equal on all workers.
 
     Attributes:

@@ -26,7 +26,7 @@ from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.schemes import dapple, gpipe, interleaved
 
-from .disturbance import Repeats, thread_lap, undisturbed
+from .disturbance import TimedSteps, thread_lap, undisturbed
 from .op_times import WARM_UP_STEPS, OpTimer, least
 from .sequences import Growth, at_lengths, positions_of_batch
 from .stages.stage_record import StageCost
@@ -158,10 +158,10 @@ class _Turns:
             self._updates.append(_update_lap(self._timers[0].pipeline))
 
     @property
-    def repeats(self) -> Repeats:
+    def repeats(self) -> TimedSteps:
         """The timed steps of the slowest of the pipelines, which has the most work."""
         by_timer = [timer.repeats for timer in self._timers]
-        return max(by_timer, key=lambda repeats: sum(repeats.seconds), default=Repeats((), ()))
+        return max(by_timer, key=lambda repeats: sum(repeats.seconds), default=TimedSteps((), ()))
 
     def update_seconds(self, quietest: float) -> float:
         """Seconds of an update of this worker, from the turns."""

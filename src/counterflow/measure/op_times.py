@@ -21,7 +21,7 @@ from counterflow.common.laps import Lap, OpLap, lap, read_start, read_stop
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.schedule.ir import Op, OpKind
 
-from .disturbance import HIGH, LOW, WAITING, Repeats, is_exact, thread_lap, undisturbed, waiting_seconds
+from .disturbance import HIGH, LOW, WAITING, TimedSteps, is_exact, thread_lap, undisturbed, waiting_seconds
 
 T = TypeVar("T")
 
@@ -90,10 +90,10 @@ class OpTimer:
         self._laps = [] if laps is None else laps
 
     @property
-    def repeats(self) -> Repeats:
+    def repeats(self) -> TimedSteps:
         """The timed steps."""
         turns = self._turns
-        return Repeats(tuple(turn.step for turn in turns), tuple(turn.waiting for turn in turns))
+        return TimedSteps(tuple(turn.step for turn in turns), tuple(turn.waiting for turn in turns))
 
     def warm_up(self, steps: int = WARM_UP_STEPS) -> None:
         """Run steps that are not timed."""
