@@ -243,7 +243,7 @@ def _train(
     options: Mapping[str, Any],
 ) -> TrainingResult:
     options = dict(options)
-    flush_after, progress = options.pop("flush_after"), options.pop("progress")
+    flush_after, progress = options.pop("flush_after"), options.pop("progress", None)
     pipeline = Pipeline(layers, loss_function, schedule, **options)
     pipeline.keeps_gradients = True
     steps_and_updates = []
