@@ -89,6 +89,7 @@ def test_by_default(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
         "autocast": None,
         "compute_dtype": None,
         "scaler": None,
+        "progress": None,
     }
     assert calls.threads == torch.get_num_threads() == threads
     assert calls.pipeline is not None
@@ -100,6 +101,7 @@ def test_by_default(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
         "execution": Execution(digest_every=1, timeout_seconds=120.0),
         "batching": Batching(),
         "flush_after": (),
+        "progress": None,
     }
     assert options == {
         "workers": 4,
@@ -148,6 +150,7 @@ def test_every_option_goes_to_both(monkeypatch: pytest.MonkeyPatch, threads: int
         "autocast": torch.bfloat16,
         "compute_dtype": None,
         "scaler": None,
+        "progress": None,
     }
     assert (calls.threads, torch.get_num_threads()) == (1, threads)
     assert calls.pipeline is not None
@@ -164,6 +167,7 @@ def test_every_option_goes_to_both(monkeypatch: pytest.MonkeyPatch, threads: int
         ),
         "batching": Batching(target_dims=1),
         "flush_after": (1, 3),
+        "progress": None,
         "cuts": (2,),
     }
     assert calls.pipeline[1] == {
