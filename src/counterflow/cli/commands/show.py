@@ -196,8 +196,10 @@ def _compared_simulation(
     # The same flags as this command's own, read by the same parser.
     with ctx.command.make_context(f"{ctx.info_name} --compare", words, parent=ctx.parent) as inner:
         values = dict(inner.params)
+        sources = {name: inner.get_parameter_source(name) for name in values}
     for parameter in DrawingOptions.parameters():
-        if values[parameter.name]:
+        source = sources[parameter.name]
+        if source is not None and source.name == "COMMANDLINE":
             raise ConfigError(f"--compare {text!r}: {flag(parameter.name)} belongs outside the quotes")
     schedule = schedule_of(values["subject"], SchemeOptions.pop_from(values))
     warn_if_wrong(values["subject"], schedule)

@@ -19,7 +19,7 @@ SPREAD = 1.4
 """Multiple of the low quantile of repeats from which the high one is too far away."""
 
 WAITING = 0.3
-"""Share of steps waiting for a processor from which the rest is uncertain, too: messages cannot be told from
+"""Share of steps waiting for a processor from which the rest is uncertain, too: messages look like
 waits, and programs that had the processor change caches and the speed of cores.
 """
 
