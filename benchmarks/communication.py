@@ -30,9 +30,9 @@ from torch.distributed.pipelining.schedules import _ComputationType as Kind
 
 import counterflow as cf
 from counterflow.program.actions import Matching
-from counterflow.program.communication.buffers import Lifetime, colour
-from counterflow.program.communication.links import Link, fewest_rounds, greedy_rounds
-from counterflow.program.communication.plan import communication_plan
+from counterflow.program.communication.communication_plan import communication_plan
+from counterflow.program.communication.link_rounds import Link, fewest_rounds, greedy_rounds
+from counterflow.program.communication.receive_buffers import Lifetime, colour
 from counterflow.program.lowering import lower
 from counterflow.schedule import schemes
 

@@ -23,11 +23,11 @@ from kit import arguments, keep, machine_line
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from counterflow.errors import ConfigError
-from counterflow.lint.calls import CallLists, Communicators
+from counterflow.lint.calls import CallLists, CommunicatorScope
 from counterflow.lint.op_rules import op_findings
 from counterflow.lint.program_lists import program_lists
 from counterflow.lint.torch_lists import read_torch_lists
-from counterflow.lint.verdicts import Finding, lint
+from counterflow.lint.verdicts import LintFinding, lint
 from counterflow.program.lowering import lower
 from counterflow.schedule import registry
 from counterflow.schedule.graph import OpGraph
@@ -39,7 +39,7 @@ from tests.lint.hangs.cases import HANGS
 SIZES = ("stages", "workers")
 
 
-def drawn_program(draw: random.Random) -> tuple[CallLists, list[Finding]]:
+def drawn_program(draw: random.Random) -> tuple[CallLists, list[LintFinding]]:
     """A program of a drawn scheme; its communicators are those of the engine."""
     while True:
         name = draw.choice(list(registry.SCHEMES))
@@ -52,7 +52,7 @@ def drawn_program(draw: random.Random) -> tuple[CallLists, list[Finding]]:
         return program_lists(lower(schedule), OpGraph(schedule)), []
 
 
-def drawn_torch(draw: random.Random) -> tuple[CallLists, list[Finding]]:
+def drawn_torch(draw: random.Random) -> tuple[CallLists, list[LintFinding]]:
     """A drawn order of ops on drawn stages of ranks, with messages where torch's pass adds them."""
     ranks, chunks, micro_batches = draw.randint(2, 5), draw.randint(1, 2), draw.randint(1, 5)
     shape = draw.choice(["loop", "vee"])
@@ -67,7 +67,7 @@ def drawn_torch(draw: random.Random) -> tuple[CallLists, list[Finding]]:
     text = "\n".join(",".join(map(str, lowered[rank])) for rank in range(ranks))
     findings, remark = op_findings(text, "drawn")
     assert not remark
-    return read_torch_lists(text, "drawn", draw.choice(list(Communicators))), findings
+    return read_torch_lists(text, "drawn", draw.choice(list(CommunicatorScope))), findings
 
 
 def _order(draw: random.Random, holder: list[int], ranks: int, micro_batches: int) -> list[list[str]]:
@@ -86,7 +86,7 @@ def _order(draw: random.Random, holder: list[int], ranks: int, micro_batches: in
     return rows
 
 
-def drawn_recorded(draw: random.Random) -> tuple[CallLists, list[Finding]]:
+def drawn_recorded(draw: random.Random) -> tuple[CallLists, list[LintFinding]]:
     """Recorded calls in one order of all messages."""
     return correct_lists(draw.randrange(10**9), most=40), []
 

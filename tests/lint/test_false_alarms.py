@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from counterflow.lint.calls import Communicators
+from counterflow.lint.calls import CommunicatorScope
 from counterflow.lint.program_lists import program_lists
 from counterflow.lint.verdicts import lint
 from counterflow.program.lowering import lower
@@ -23,5 +23,5 @@ def test_programs_end() -> None:
     for scheme in (schemes.dapple, schemes.zb_h1, schemes.gpipe):
         for _ in range(6):
             schedule = scheme(stages=draw.randint(2, 4), micro_batches=draw.randint(1, 6))
-            lists = program_lists(lower(schedule), OpGraph(schedule), Communicators.EDGE)
+            lists = program_lists(lower(schedule), OpGraph(schedule), CommunicatorScope.EDGE)
             assert lint(lists, mend=False).ok, schedule

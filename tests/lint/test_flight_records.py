@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from counterflow.errors import ConfigError
-from counterflow.lint.calls import CallLists, Communicators, Side
+from counterflow.lint.calls import CallLists, CallSide, CommunicatorScope
 from counterflow.lint.flight_records import read_flight_records
 from counterflow.lint.reading import read_lists, read_subject
 from counterflow.lint.verdicts import lint
@@ -56,7 +56,9 @@ def rows_of(lists: CallLists, counts: Sequence[int], *, before: int = 0) -> list
     for rank, (row, count) in enumerate(zip(lists.ranks, counts, strict=True)):
         parts = [part for step in row for part in step.parts] * 2
         titles = [
-            f"nccl:send {rank}->{part.peer}" if part.side is Side.SEND else f"nccl:recv {rank}<-{part.peer}"
+            f"nccl:send {rank}->{part.peer}"
+            if part.side is CallSide.SEND
+            else f"nccl:recv {rank}<-{part.peer}"
             for part in parts
         ]
         states = ["completed"] * (count - 1) + ["started"]
@@ -66,7 +68,7 @@ def rows_of(lists: CallLists, counts: Sequence[int], *, before: int = 0) -> list
 
 
 def schedule() -> CallLists:
-    return read_lists(HANG, Communicators.PAIR).lists
+    return read_lists(HANG, CommunicatorScope.PAIR).lists
 
 
 @pytest.mark.parametrize("as_json", [False, True])
@@ -76,7 +78,7 @@ def test_places_in_a_schedule(tmp_path: Path, as_json: bool) -> None:
     sends = [[step.label for step in row if step.parts] for row in lists.ranks]
     stuck = [sends[0].index("2SEND_F1"), sends[1].index("3SEND_B0")]
     write(tmp_path, rows_of(lists, [number + 1 for number in stuck]), as_json=as_json)
-    subject = read_subject([tmp_path], Communicators.PAIR, HANG)
+    subject = read_subject([tmp_path], CommunicatorScope.PAIR, HANG)
     assert [place.action for place in subject.places] == ["2SEND_F1", "3SEND_B0"]
     assert [place.step for place in subject.places] == [0, 0]
     assert [place.ops for place in subject.places] == [("2F1",), ("3B0",)]
@@ -89,7 +91,7 @@ def test_second_step_and_a_dump_that_lost_its_begin(tmp_path: Path) -> None:
     lists = schedule()
     sizes = [sum(len(step.parts) for step in row) for row in lists.ranks]
     write(tmp_path, rows_of(lists, [sizes[0] + 3, sizes[1] + 3], before=5))
-    places = read_subject([tmp_path], Communicators.PAIR, HANG).places
+    places = read_subject([tmp_path], CommunicatorScope.PAIR, HANG).places
     sends = [[step.label for step in row if step.parts] for row in lists.ranks]
     assert [place.action for place in places] == [sends[0][2], sends[1][2]]
 

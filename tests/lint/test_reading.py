@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from counterflow.errors import ConfigError
-from counterflow.lint.calls import CallLists, Communicators, Side
+from counterflow.lint.calls import CallLists, CallSide, CommunicatorScope
 from counterflow.lint.reading import read_lists
 from counterflow.lint.recorded import recorded_lists
 from counterflow.lint.torch_lists import read_torch_lists
@@ -18,17 +18,17 @@ from counterflow.schedule import formats, schemes
 TWO = "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n"
 
 
-def read(text: str, communicators: Communicators = Communicators.GROUP) -> CallLists:
+def read(text: str, communicators: CommunicatorScope = CommunicatorScope.GROUP) -> CallLists:
     return read_torch_lists(text, "x.csv", communicators)
 
 
 def test_torch_lists() -> None:
-    first, second = read(TWO, Communicators.PAIR).ranks
+    first, second = read(TWO, CommunicatorScope.PAIR).ranks
     assert [step.label for step in first] == ["0F0", "0SEND_F0", "0RECV_B0", "0B0"]
     assert [step.needs for step in first] == [(), (0,), (), (2,)]
     assert [step.needs for step in second] == [(), (0,), (), (2,)]
     (send,) = first[1].parts
-    assert (send.side, send.peer, send.name, send.communicator) == (Side.SEND, 1, "0F0", "pair 0-1")
+    assert (send.side, send.peer, send.name, send.communicator) == (CallSide.SEND, 1, "0F0", "pair 0-1")
     assert second[0].parts[0].name == "0F0"
 
 
@@ -36,7 +36,7 @@ def test_pairs_and_batches_of_torch() -> None:
     lists = read("(0F1;0B0)OVERLAP_F_B,(0SEND_F1;0RECV_B1)BATCH_P2P\n1RECV_F1,1F1,1B1,1SEND_B1\n")
     overlapped, batch = lists.ranks[0]
     assert overlapped.seconds == 3.0
-    assert [part.side for part in batch.parts] == [Side.SEND, Side.RECEIVE]
+    assert [part.side for part in batch.parts] == [CallSide.SEND, CallSide.RECEIVE]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_files_by_their_content(tmp_path: Path) -> None:
     path.write_text(json.dumps({"ranks": [[{"send": 1}], [{"recv": 0}]]}), encoding="utf-8")
     assert lint(read_lists(path).lists).ok
     with pytest.raises(ConfigError, match="leave out communicators"):
-        read_lists(path, Communicators.PAIR)
+        read_lists(path, CommunicatorScope.PAIR)
     path.write_text(formats.dumps(schemes.zb_v(workers=2, micro_batches=4)), encoding="utf-8")
     assert lint(read_lists(path).lists).ok
     path.write_text('{"ranks": [[{"send": 1]}', encoding="utf-8")

@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
-from counterflow.lint.calls import CallLists, Communicators, Side
-from counterflow.lint.changes import Change, changes_for
+from counterflow.lint.calls import CallLists, CallSide, CommunicatorScope
+from counterflow.lint.changes import ListChange, changes_for
 from counterflow.lint.pairing import is_crossed, pairing_faults
 from counterflow.lint.program_lists import program_lists
 from counterflow.lint.verdicts import lint
@@ -33,7 +33,11 @@ def fabric_ends(lists: CallLists) -> bool:
             if step.parts:
                 parts = tuple(
                     RankOperation(
-                        SEND if part.side is Side.SEND else RECEIVE, rank, part.communicator, "", part.peer
+                        SEND if part.side is CallSide.SEND else RECEIVE,
+                        rank,
+                        part.communicator,
+                        "",
+                        part.peer,
                     )
                     for part in step.parts
                 )
@@ -85,8 +89,8 @@ def _with_receives_elsewhere(draw: Random, actions: tuple[Action, ...]) -> list[
     return row
 
 
-@pytest.mark.parametrize("communicators", list(Communicators))
-def test_own_programs_end(communicators: Communicators) -> None:
+@pytest.mark.parametrize("communicators", list(CommunicatorScope))
+def test_own_programs_end(communicators: CommunicatorScope) -> None:
     schedule = schemes.chimera(stages=4, micro_batches=8)
     lists = program_lists(lower(schedule), OpGraph(schedule), communicators)
     wanted = [rule for rule in TransportRule if rule is not TransportRule.NCCL]
@@ -111,6 +115,6 @@ def test_changes_are_proved_and_the_fewest() -> None:
     assert fixes > 8
 
 
-def _single_changes(lists: CallLists) -> list[Change]:
+def _single_changes(lists: CallLists) -> list[ListChange]:
     stuck = play(lists, TransportRule.NCCL)
     return changes_for(lists, stuck) if stuck.closed else []

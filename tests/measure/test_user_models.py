@@ -12,8 +12,8 @@ from torch.nn.functional import mse_loss
 
 import counterflow as cf
 from counterflow.errors import ConfigError
+from counterflow.measure.folder_model import ModelFolder
 from counterflow.measure.model_file import ModelFile
-from counterflow.measure.model_folder import ModelFolder
 from counterflow.measure.model_profile import Measurement
 from counterflow.measure.user_model import UserModel
 from counterflow.planning import Configuration

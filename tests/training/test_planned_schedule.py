@@ -13,7 +13,7 @@ from counterflow.errors import ConfigError
 from counterflow.measure import profile_cache
 from counterflow.runtime.workers import world
 from counterflow.training import RunConfig, load_config
-from counterflow.training.automatic import with_plan
+from counterflow.training.auto_config import with_plan
 from counterflow.training.run import run
 
 SMALL = ["model.layers=2", "model.hidden=16", "model.heads=2", "model.positions=8", "train.samples=4"]

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from counterflow.common.plurals import plural
 from counterflow.program.actions import Compute, Program, named
-from counterflow.program.communication.links import at_once
-from counterflow.program.communication.plan import CommunicationPlan
+from counterflow.program.communication.communication_plan import CommunicationPlan
+from counterflow.program.communication.link_rounds import at_once
 from counterflow.schedule.ir import Product
 
 from . import palette

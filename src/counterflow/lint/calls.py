@@ -12,14 +12,14 @@ from enum import Enum
 from typing import NamedTuple
 
 
-class Side(Enum):
+class CallSide(Enum):
     """A side of a message."""
 
     SEND = "send"
     RECEIVE = "receive"
 
 
-class Communicators(Enum):
+class CommunicatorScope(Enum):
     """Communicators, each with a stream of its own, on which a system's calls run.
 
     ``GROUP``: all on that of the group, as torch does for a group that is bound to a device (``device_id``).
@@ -33,13 +33,13 @@ class Communicators(Enum):
     def of_message(self, sender: int, receiver: int) -> str:
         """Name of the communicator of a message.
 
-        >>> Communicators.PAIR.of_message(3, 1), Communicators.EDGE.of_message(3, 1)
+        >>> CommunicatorScope.PAIR.of_message(3, 1), CommunicatorScope.EDGE.of_message(3, 1)
         ('pair 1-3', '3→1')
         """
-        if self is Communicators.GROUP:
+        if self is CommunicatorScope.GROUP:
             return "group"
         low, high = sorted((sender, receiver))
-        return f"pair {low}-{high}" if self is Communicators.PAIR else f"{sender}→{receiver}"
+        return f"pair {low}-{high}" if self is CommunicatorScope.PAIR else f"{sender}→{receiver}"
 
 
 class PartId(NamedTuple):
@@ -61,14 +61,14 @@ class Part:
         communicator: name of the communicator.
     """
 
-    side: Side
+    side: CallSide
     peer: int
     name: str
     communicator: str
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class CallStep:
     """A step of a rank's list: a call, or work of the rank's device.
 
     Attributes:
@@ -96,7 +96,7 @@ class Step:
         return self.parts[0].communicator
 
 
-Row = tuple[Step, ...]
+Row = tuple[CallStep, ...]
 """Steps of a rank, in order."""
 
 

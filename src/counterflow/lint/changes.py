@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from .calls import CallLists, Communicators, Part, Row, Side, Step
+from .calls import CallLists, CallSide, CallStep, CommunicatorScope, Part, Row
 from .pairing import crossed_receives
-from .waiting import Play
+from .waiting import WaitPlay
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ListChange:
     """A change, and the lists after it.
 
     Attributes:
@@ -28,25 +28,25 @@ class Change:
     lists: CallLists
 
 
-def changes_for(lists: CallLists, play: Play) -> list[Change]:
+def changes_for(lists: CallLists, play: WaitPlay) -> list[ListChange]:
     """Changes that may break the circle of a play, the smaller ones first."""
-    moves: list[Change] = []
-    batches: list[Change] = []
-    edges: dict[tuple[int, int, str], Change] = {}
+    moves: list[ListChange] = []
+    batches: list[ListChange] = []
+    edges: dict[tuple[int, int, str], ListChange] = {}
     for rank, head, awaited in _queued_behind(play):
         row = lists.ranks[rank]
         first, second = row[head], row[awaited]
         if second.parts:
             text = _swapped(rank, first, second) if awaited == head + 1 and first.parts else ""
             moves.append(
-                Change(
+                ListChange(
                     text or f"rank {rank}: call {second.label} before {first.label}",
                     lists.with_row(rank, _moved(row, awaited, head)),
                 )
             )
         if first.parts and awaited > head + 1:
             moves.append(
-                Change(
+                ListChange(
                     f"rank {rank}: call {first.label} after {second.label}",
                     lists.with_row(rank, _moved(row, head, awaited)),
                 )
@@ -55,14 +55,14 @@ def changes_for(lists: CallLists, play: Play) -> list[Change]:
             batches += _batches(lists, rank, head, awaited)
             for step in (first, second):
                 for part in step.parts:
-                    sender, receiver = (rank, part.peer) if part.side is Side.SEND else (part.peer, rank)
+                    sender, receiver = (rank, part.peer) if part.side is CallSide.SEND else (part.peer, rank)
                     edge = sender, receiver, part.communicator
                     if edge not in edges and (change := _separate(lists, *edge)) is not None:
                         edges[edge] = change
     return [*moves, *batches, *edges.values()]
 
 
-def _queued_behind(play: Play) -> Iterator[tuple[int, int, int]]:
+def _queued_behind(play: WaitPlay) -> Iterator[tuple[int, int, int]]:
     """Rank, the place where it is stuck, and the later place that the step before in the circle waits for."""
     waits = play.waits
     for before, wait in zip((waits[-1], *waits[:-1]), waits, strict=True):
@@ -70,7 +70,7 @@ def _queued_behind(play: Play) -> Iterator[tuple[int, int, int]]:
             yield wait.rank, wait.position, before.awaited
 
 
-def _swapped(rank: int, first: Step, second: Step) -> str:
+def _swapped(rank: int, first: CallStep, second: CallStep) -> str:
     return f"rank {rank}: swap {first.label} and {second.label}"
 
 
@@ -80,7 +80,7 @@ def _moved(row: Row, source: int, target: int) -> Row:
     return tuple(steps)
 
 
-def _batches(lists: CallLists, rank: int, head: int, awaited: int) -> Iterator[Change]:
+def _batches(lists: CallLists, rank: int, head: int, awaited: int) -> Iterator[ListChange]:
     row = lists.ranks[rank]
     first, second = row[head], row[awaited]
     if first.stream != second.stream:
@@ -99,20 +99,20 @@ def _batches(lists: CallLists, rank: int, head: int, awaited: int) -> Iterator[C
         ]
         after = "" if place == head else f", at the place of {second.label}"
         text = f"rank {rank}: batch {first.label} and {second.label}{after}"
-        yield Change(text, lists.with_row(rank, tuple(steps)))
+        yield ListChange(text, lists.with_row(rank, tuple(steps)))
 
 
-def _with_need(step: Step, former: int, number: int) -> Step:
+def _with_need(step: CallStep, former: int, number: int) -> CallStep:
     if former not in step.needs:
         return step
     return replace(step, needs=tuple(sorted({number if need == former else need for need in step.needs})))
 
 
-def _separate(lists: CallLists, sender: int, receiver: int, communicator: str) -> Change | None:
-    name = Communicators.EDGE.of_message(sender, receiver)
+def _separate(lists: CallLists, sender: int, receiver: int, communicator: str) -> ListChange | None:
+    name = CommunicatorScope.EDGE.of_message(sender, receiver)
     if communicator == name:
         return None
-    ends = {(sender, Side.SEND, receiver), (receiver, Side.RECEIVE, sender)}
+    ends = {(sender, CallSide.SEND, receiver), (receiver, CallSide.RECEIVE, sender)}
 
     def renamed(rank: int, part: Part) -> Part:
         fits = (rank, part.side, part.peer) in ends and part.communicator == communicator
@@ -120,25 +120,25 @@ def _separate(lists: CallLists, sender: int, receiver: int, communicator: str) -
 
     changed = _with_parts(lists, {sender, receiver}, renamed)
     text = f"give messages from rank {sender} to rank {receiver} a communicator of their own"
-    return None if changed is None else Change(text, changed)
+    return None if changed is None else ListChange(text, changed)
 
 
-def edge_communicators(lists: CallLists) -> Change | None:
+def edge_communicators(lists: CallLists) -> ListChange | None:
     """A communicator for each sender and receiver; None if that changes nothing, or a batch has several."""
 
     def renamed(rank: int, part: Part) -> Part:
-        sender, receiver = (rank, part.peer) if part.side is Side.SEND else (part.peer, rank)
-        return replace(part, communicator=Communicators.EDGE.of_message(sender, receiver))
+        sender, receiver = (rank, part.peer) if part.side is CallSide.SEND else (part.peer, rank)
+        return replace(part, communicator=CommunicatorScope.EDGE.of_message(sender, receiver))
 
     changed = _with_parts(lists, set(range(len(lists.ranks))), renamed)
     if changed is None or changed == lists:
         return None
-    return Change("give each sender and receiver a communicator of their own", changed)
+    return ListChange("give each sender and receiver a communicator of their own", changed)
 
 
 def _with_parts(lists: CallLists, ranks: set[int], renamed: Callable[[int, Part], Part]) -> CallLists | None:
     for rank in sorted(ranks):
-        steps: list[Step] = []
+        steps: list[CallStep] = []
         for step in lists.ranks[rank]:
             parts = tuple(renamed(rank, part) for part in step.parts)
             if len({part.communicator for part in parts}) > 1:
@@ -148,7 +148,7 @@ def _with_parts(lists: CallLists, ranks: set[int], renamed: Callable[[int, Part]
     return lists
 
 
-def swap_for_crossed(lists: CallLists) -> Change | None:
+def swap_for_crossed(lists: CallLists) -> ListChange | None:
     """A swap of two receives of which the first meets the message of the second; None: no message does."""
     crossed = crossed_receives(lists)
     if crossed is None:
@@ -168,4 +168,4 @@ def swap_for_crossed(lists: CallLists) -> Change | None:
         row[at] = replace(step, parts=tuple(parts))
     else:
         return None
-    return Change(text, lists.with_row(first.rank, tuple(row)))
+    return ListChange(text, lists.with_row(first.rank, tuple(row)))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .calls import CallLists, Step
-from .waiting import Happening, Play, Wait
+from .calls import CallLists, CallStep
+from .waiting import Happening, Wait, WaitPlay
 
 _VERBS = {
     Happening.SENT: "calls",
@@ -54,7 +54,7 @@ class WaitShown:
         return f"{text}, which is behind {self.behind}" if self.behind else text
 
 
-def waits_shown(lists: CallLists, play: Play) -> tuple[WaitShown, ...]:
+def waits_shown(lists: CallLists, play: WaitPlay) -> tuple[WaitShown, ...]:
     """The waits of a play that does not end, in the order of the circle."""
     follower = (*play.waits[1:], play.waits[0] if play.closed else None)
     return tuple(_shown(lists, wait, after) for wait, after in zip(play.waits, follower, strict=True))
@@ -62,7 +62,7 @@ def waits_shown(lists: CallLists, play: Play) -> tuple[WaitShown, ...]:
 
 def _shown(lists: CallLists, wait: Wait, after: Wait | None) -> WaitShown:
     step = lists.ranks[wait.rank][wait.position]
-    awaited: Step | None = None
+    awaited: CallStep | None = None
     behind = ""
     if wait.awaited >= 0:
         awaited = lists.ranks[wait.awaited_rank][wait.awaited]

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .calls import CallLists, Side, Step
-from .flight_records import FlightRecord, RecordedCall, recorded_call_lists
+from .calls import CallLists, CallSide, CallStep
+from .flight_records import FlightCall, FlightRecord, recorded_call_lists
 
-_Call = tuple[Side, int]
+_Call = tuple[CallSide, int]
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlace:
+class DumpPlace:
     """The place of a rank when its dump was written.
 
     Attributes:
@@ -54,7 +54,7 @@ class RankPlace:
 
 def places_of(
     records: Sequence[FlightRecord], schedule: CallLists | None = None
-) -> tuple[list[RankPlace], CallLists]:
+) -> tuple[list[DumpPlace], CallLists]:
     """The place of each rank, and the lists from there on.
 
     Args:
@@ -65,7 +65,7 @@ def places_of(
         remark = "" if schedule is None else f"the schedule has {len(schedule.ranks)} ranks"
         return [_unplaced(record, remark) for record in records], recorded_call_lists(records)
     offsets = _offsets(records, schedule)
-    places: list[RankPlace] = []
+    places: list[DumpPlace] = []
     begins: list[tuple[int, int]] = []
     for record, row, offset in zip(records, schedule.ranks, offsets, strict=True):
         if offset is None:
@@ -79,7 +79,7 @@ def places_of(
     return places, _rest(schedule, begins)
 
 
-def _calls(row: Sequence[Step]) -> list[_Call]:
+def _calls(row: Sequence[CallStep]) -> list[_Call]:
     return [(part.side, part.peer) for step in row for part in step.parts]
 
 
@@ -118,8 +118,8 @@ def _difference(calls: list[list[_Call]], first: tuple[int, int], second: tuple[
     """Messages between two ranks that one of them sent and the other did not receive, at places of both."""
     total = 0
     for (sender, sent), (receiver, received) in ((first, second), (second, first)):
-        sends = [place for place, call in enumerate(calls[sender]) if call == (Side.SEND, receiver)]
-        receives = [place for place, call in enumerate(calls[receiver]) if call == (Side.RECEIVE, sender)]
+        sends = [place for place, call in enumerate(calls[sender]) if call == (CallSide.SEND, receiver)]
+        receives = [place for place, call in enumerate(calls[receiver]) if call == (CallSide.RECEIVE, sender)]
         step = max(1, len(sends))
         lost = sum(p < sent % len(calls[sender]) for p in sends)
         lost -= sum(p < received % len(calls[receiver]) for p in receives)
@@ -133,27 +133,27 @@ def _misfit(record: FlightRecord, calls: list[_Call]) -> str:
     recorded = enumerate((call.side, call.peer) for call in record.calls)
     number = next(n for n, call in recorded if calls[n % len(calls)] != call)
     side, peer = calls[number % len(calls)]
-    expected = f"{side.value} {'to' if side is Side.SEND else 'from'} rank {peer}"
+    expected = f"{side.value} {'to' if side is CallSide.SEND else 'from'} rank {peer}"
     return f"call {number} is a {_shown(record.calls[number])}, and the schedule has a {expected}"
 
 
-def _shown(call: RecordedCall) -> str:
-    return f"{call.side.value} {'to' if call.side is Side.SEND else 'from'} rank {call.peer}"
+def _shown(call: FlightCall) -> str:
+    return f"{call.side.value} {'to' if call.side is CallSide.SEND else 'from'} rank {call.peer}"
 
 
 def _first_incomplete(record: FlightRecord) -> int:
     return next((n for n, call in enumerate(record.calls) if not call.complete), len(record.calls))
 
 
-def _unplaced(record: FlightRecord, remark: str) -> RankPlace:
+def _unplaced(record: FlightRecord, remark: str) -> DumpPlace:
     number = _first_incomplete(record)
     if number == len(record.calls):
-        return RankPlace(record.rank, "", "", collectives=record.collectives, remark=remark)
+        return DumpPlace(record.rank, "", "", collectives=record.collectives, remark=remark)
     call = record.calls[number]
-    return RankPlace(record.rank, _shown(call), call.state, collectives=record.collectives, remark=remark)
+    return DumpPlace(record.rank, _shown(call), call.state, collectives=record.collectives, remark=remark)
 
 
-def _placed(record: FlightRecord, row: Sequence[Step], offset: int) -> tuple[RankPlace, tuple[int, int]]:
+def _placed(record: FlightRecord, row: Sequence[CallStep], offset: int) -> tuple[DumpPlace, tuple[int, int]]:
     """A rank's place, and the number of its training step with the place of its step in the list."""
     owners = [place for place, step in enumerate(row) for _ in step.parts]
     place = _unplaced(record, "")
@@ -172,7 +172,7 @@ def _placed(record: FlightRecord, row: Sequence[Step], offset: int) -> tuple[Ran
 def _rest(schedule: CallLists, begins: Sequence[tuple[int, int]]) -> CallLists:
     """The schedule from each rank's place to the end of the last training step that a rank is in."""
     last = max(step for step, _ in begins)
-    rows: list[tuple[Step, ...]] = []
+    rows: list[tuple[CallStep, ...]] = []
     for row, (first, at) in zip(schedule.ranks, begins, strict=True):
         size = 1 + max((step.number for step in row), default=0)
         rest = [

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from counterflow.errors import ConfigError
 
-from .calls import CallLists, Part, Side, Step
+from .calls import CallLists, CallSide, CallStep, Part
 
 FORM = "dumps of torch's flight recorder"
 
@@ -40,7 +40,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedCall:
+class FlightCall:
     """A call of a dump.
 
     Attributes:
@@ -52,7 +52,7 @@ class RecordedCall:
         batch: number that the calls of a batch share; -1: none.
     """
 
-    side: Side
+    side: CallSide
     peer: int
     complete: bool
     state: str
@@ -72,7 +72,7 @@ class FlightRecord:
     """
 
     rank: int
-    calls: tuple[RecordedCall, ...]
+    calls: tuple[FlightCall, ...]
     from_start: bool
     collectives: tuple[str, ...]
 
@@ -154,7 +154,7 @@ def flight_record(values: Any, rank: int, name: str) -> FlightRecord:
     if not isinstance(entries, Sequence) or not all(isinstance(entry, Mapping) for entry in entries):
         raise ConfigError(f'{name}: no dump of the flight recorder: it has no list "entries"')
     groups = _groups(values.get("pg_config"))
-    calls: list[RecordedCall] = []
+    calls: list[FlightCall] = []
     collectives: list[str] = []
     pending: list[int] = []
     for number, entry in enumerate(entries):
@@ -172,9 +172,9 @@ def flight_record(values: Any, rank: int, name: str) -> FlightRecord:
                 if peer >= len(ranks):
                     raise ConfigError(f"{place}: {title}: its group has {len(ranks)} ranks")
                 peer = ranks[peer]
-            side = Side.SEND if match[1] == "send" else Side.RECEIVE
+            side = CallSide.SEND if match[1] == "send" else CallSide.RECEIVE
             pending.append(len(calls))
-            calls.append(RecordedCall(side, peer, complete, state, group, -1))
+            calls.append(FlightCall(side, peer, complete, state, group, -1))
         elif title.endswith(":coalesced"):
             _close(calls, pending, entry, number, complete=complete, state=state)
             pending = []
@@ -187,7 +187,7 @@ def flight_record(values: Any, rank: int, name: str) -> FlightRecord:
 
 
 def _close(
-    calls: list[RecordedCall],
+    calls: list[FlightCall],
     pending: list[int],
     entry: Mapping[str, Any],
     number: int,
@@ -201,7 +201,7 @@ def _close(
         call = calls[place]
         if call.communicator != group or call.complete:
             break
-        calls[place] = RecordedCall(call.side, call.peer, complete, state, group, number)
+        calls[place] = FlightCall(call.side, call.peer, complete, state, group, number)
 
 
 def _group(entry: Mapping[str, Any]) -> str:
@@ -229,8 +229,8 @@ def recorded_call_lists(records: Sequence[FlightRecord]) -> CallLists:
     return CallLists(tuple(rows), FORM)
 
 
-def _row(record: FlightRecord, calls: Sequence[RecordedCall]) -> tuple[Step, ...]:
-    steps: list[Step] = []
+def _row(record: FlightRecord, calls: Sequence[FlightCall]) -> tuple[CallStep, ...]:
+    steps: list[CallStep] = []
     parts: list[Part] = []
     for number, call in enumerate(calls):
         pair = f"{min(record.rank, call.peer)}-{max(record.rank, call.peer)}"
@@ -241,11 +241,11 @@ def _row(record: FlightRecord, calls: Sequence[RecordedCall]) -> tuple[Step, ...
             label = ";".join(map(_label, parts))
             place = f"call {number - len(parts) + 1}, {call.state}"
             steps.append(
-                Step(len(steps), f"({label})" if len(parts) > 1 else label, tuple(parts), place=place)
+                CallStep(len(steps), f"({label})" if len(parts) > 1 else label, tuple(parts), place=place)
             )
             parts = []
     return tuple(steps)
 
 
 def _label(part: Part) -> str:
-    return f"send to {part.peer}" if part.side is Side.SEND else f"recv from {part.peer}"
+    return f"send to {part.peer}" if part.side is CallSide.SEND else f"recv from {part.peer}"

@@ -7,10 +7,10 @@ from typing import Annotated
 from counterflow.common.json_models import Part, Result, describe
 
 from .circle_words import WaitShown, waits_shown
-from .flight_places import RankPlace
+from .flight_places import DumpPlace
 from .mending import Fix
 from .stalls import Stalls
-from .verdicts import Finding, Verdict
+from .verdicts import LintFinding, RuleVerdict
 
 
 class FindingShown(Part):
@@ -44,10 +44,10 @@ class Linted(Result):
     ]
     stalls: Annotated[Stalls | None, describe("time lost behind other calls; null: less than one percent")]
     remarks: Annotated[list[str], describe("remarks, for people")]
-    places: Annotated[list[RankPlace], describe("of dumps, where each rank is")]
+    places: Annotated[list[DumpPlace], describe("of dumps, where each rank is")]
 
 
-def linted(verdict: Verdict) -> Linted:
+def linted(verdict: RuleVerdict) -> Linted:
     """The verdict on lists."""
     return Linted.of(
         form=verdict.lists.form,
@@ -63,7 +63,7 @@ def linted(verdict: Verdict) -> Linted:
     )
 
 
-def _finding(verdict: Verdict, finding: Finding) -> FindingShown:
+def _finding(verdict: RuleVerdict, finding: LintFinding) -> FindingShown:
     play = finding.play
     stuck = play is not None and not play.ok
     return FindingShown.of(

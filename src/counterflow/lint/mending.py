@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from counterflow.common.plurals import plural
 
 from .calls import CallLists
-from .changes import Change, changes_for, edge_communicators, swap_for_crossed
+from .changes import ListChange, changes_for, edge_communicators, swap_for_crossed
 from .pairing import is_crossed, pairing_faults
 from .reposting import in_order_of_sending
 from .splitting import large_batches, paired_rounds, split_batches
-from .waiting import Play, TransportRule, play
+from .waiting import TransportRule, WaitPlay, play
 
 STEPS = 25_000
 """Steps that a search plays at most."""
@@ -42,7 +42,7 @@ class Fix:
     lists: CallLists
 
 
-class _Search:
+class _ChangeSearch:
     def __init__(self, lists: CallLists, rules: Sequence[TransportRule]) -> None:
         self.rules = sorted(rules, key=_ORDER.index)
         self.lists = lists
@@ -51,7 +51,7 @@ class _Search:
         self.budget = STEPS
         self.faults = sum(1 for _ in pairing_faults(lists))
 
-    def candidates(self) -> Iterator[tuple[Change, ...] | None]:
+    def candidates(self) -> Iterator[tuple[ListChange, ...] | None]:
         """Sets of changes after which lists end, or None, stage by stage."""
         yield self._tried(_rounds(self.lists))
         yield self._uncrossed()
@@ -62,18 +62,18 @@ class _Search:
             yield next(self.fewest(self.launched, depth), None)
         yield self._tried(_reposted(self.launched))
 
-    def _uncrossed(self) -> tuple[Change, ...] | None:
-        changes: list[Change] = []
+    def _uncrossed(self) -> tuple[ListChange, ...] | None:
+        changes: list[ListChange] = []
         lists = self.launched
         while len(changes) < _MOST_SWAPS and (change := swap_for_crossed(lists)) is not None:
             changes.append(change)
             lists = change.lists
         return tuple(changes) if changes and self.ends(lists) else None
 
-    def _tried(self, change: Change | None) -> tuple[Change, ...] | None:
+    def _tried(self, change: ListChange | None) -> tuple[ListChange, ...] | None:
         return (change,) if change is not None and self.ends(change.lists) else None
 
-    def first_stuck(self, lists: CallLists) -> Play | None:
+    def first_stuck(self, lists: CallLists) -> WaitPlay | None:
         """The play of the first rule under which lists do not end; None if they end under all."""
         for rule in self.rules:
             self.budget -= self.steps
@@ -88,7 +88,7 @@ class _Search:
         crossed = any(is_crossed(fault) for fault in faults)
         return not crossed and len(faults) <= self.faults and self.first_stuck(lists) is None
 
-    def fewest(self, lists: CallLists, depth: int) -> Iterator[tuple[Change, ...]]:
+    def fewest(self, lists: CallLists, depth: int) -> Iterator[tuple[ListChange, ...]]:
         """Sets of ``depth`` changes after which lists end."""
         stuck = self.first_stuck(lists)
         if stuck is None or not stuck.closed:
@@ -102,25 +102,27 @@ class _Search:
                 yield (change,)
 
 
-def _rounds(lists: CallLists) -> Change | None:
+def _rounds(lists: CallLists) -> ListChange | None:
     if next(large_batches(lists), None) is None:
         return None
     text = "split the large batches into rounds in each of which a rank exchanges messages with one rank"
-    return Change(text, paired_rounds(lists))
+    return ListChange(text, paired_rounds(lists))
 
 
-def _connected(lists: CallLists) -> Change | None:
+def _connected(lists: CallLists) -> ListChange | None:
     if lists.connected:
         return None
-    return Change("connect before the first step: a small message each way", replace(lists, connected=True))
+    return ListChange(
+        "connect before the first step: a small message each way", replace(lists, connected=True)
+    )
 
 
-def _reposted(lists: CallLists) -> Change | None:
+def _reposted(lists: CallLists) -> ListChange | None:
     result = in_order_of_sending(lists)
     if result is None:
         return None
     text = f"post each receive in the order of sending ({plural(result[1], 'receive')} elsewhere)"
-    return Change(text, result[0])
+    return ListChange(text, result[0])
 
 
 _ORDER = [
@@ -144,7 +146,7 @@ def fix_of(lists: CallLists, rules: Sequence[TransportRule]) -> Fix | None:
         lists: the lists of all ranks.
         rules: the rules under which they shall end.
     """
-    search = _Search(lists, rules)
+    search = _ChangeSearch(lists, rules)
     for changes in search.candidates():
         if changes:
             return Fix(tuple(rules), tuple(change.text for change in changes), changes[-1].lists)

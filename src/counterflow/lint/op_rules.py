@@ -19,12 +19,12 @@ from counterflow.schedule import torch_csv
 from counterflow.schedule.ir import Op, OpKind
 
 from .torch_lists import TorchAction, TorchCell, torch_rows
-from .verdicts import Finding
+from .verdicts import LintFinding
 
 _RULES = (COMPLETE, PLACED, FORWARD_FIRST, INPUT_GRADIENT_FIRST, MESSAGES)
 
 
-def op_findings(text: str, name: str) -> tuple[list[Finding], str]:
+def op_findings(text: str, name: str) -> tuple[list[LintFinding], str]:
     """Results of the checker's rules of ops and messages, and why there are none.
 
     Args:
@@ -46,12 +46,12 @@ def op_findings(text: str, name: str) -> tuple[list[Finding], str]:
     }
     actions = tuple(tuple(_row_actions(row, stages, makers)) for row in rows)
     subject = CheckSubject(schedule, Program(schedule, actions, matching=Matching.TAG))
-    findings: list[Finding] = []
+    findings: list[LintFinding] = []
     for rule in _RULES:
         if all(finding.ok for finding in findings):
             detail = details(rule, subject)
             rule_name = "every op has its messages" if rule is MESSAGES else rule.name
-            findings.append(Finding(rule_name, not detail, tuple(detail.splitlines())))
+            findings.append(LintFinding(rule_name, not detail, tuple(detail.splitlines())))
     return findings, ""
 
 

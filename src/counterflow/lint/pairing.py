@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
-from .calls import CallLists, Part, PartId, Side
+from .calls import CallLists, CallSide, Part, PartId
 
 Key = tuple[int, int, str, str]
 """Sender, receiver, communicator and name of messages that are matched with each other by order."""
@@ -47,7 +47,7 @@ def pairs_of(lists: CallLists, *, by_name: bool) -> Pairs:
 def _ends(lists: CallLists, *, by_name: bool) -> dict[Key, Ends]:
     ends: dict[Key, Ends] = defaultdict(lambda: ([], []))
     for part_id, part in lists.parts():
-        sending = part.side is Side.SEND
+        sending = part.side is CallSide.SEND
         sender, receiver = (part_id.rank, part.peer) if sending else (part.peer, part_id.rank)
         key = (sender, receiver, part.communicator, part.name if by_name else "")
         ends[key][0 if sending else 1].append((part_id, part))

@@ -7,13 +7,13 @@ from pathlib import Path
 from counterflow.drawing.wait_circle import WaitArrow, WaitLane, draw_waits
 
 from .calls import CallLists
-from .waiting import Play
+from .waiting import WaitPlay
 
 _MOST = 7
 """Steps of a rank that are drawn; of more, those in the middle become one box."""
 
 
-def draw_circle(lists: CallLists, play: Play, path: Path) -> None:
+def draw_circle(lists: CallLists, play: WaitPlay, path: Path) -> None:
     """Draw the ranks that wait for each other.
 
     Args:

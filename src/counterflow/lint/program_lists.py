@@ -9,7 +9,7 @@ from counterflow.schedule.graph import OpGraph
 from counterflow.schedule.ir import Op
 from counterflow.schedule.op import OpKind
 
-from .calls import CallLists, Communicators, Part, Side, Step
+from .calls import CallLists, CallSide, CallStep, CommunicatorScope, Part
 
 FORM = "a program of Counterflow"
 
@@ -18,7 +18,7 @@ _SECONDS = {OpKind.BACKWARD: 2.0}
 
 
 def program_lists(
-    program: Program, graph: OpGraph, communicators: Communicators = Communicators.EDGE
+    program: Program, graph: OpGraph, communicators: CommunicatorScope = CommunicatorScope.EDGE
 ) -> CallLists:
     """The computes, sends and receives of a program, as its workers execute them.
 
@@ -36,8 +36,8 @@ def program_lists(
 
 
 def _steps(
-    program: Program, worker: int, inputs: dict[Op, list[str]], communicators: Communicators
-) -> Iterator[Step]:
+    program: Program, worker: int, inputs: dict[Op, list[str]], communicators: CommunicatorScope
+) -> Iterator[CallStep]:
     steps = [a for a in program.actions[worker] if isinstance(a, Compute | Send | Receive)]
     receives = {named(action): number for number, action in enumerate(steps) if isinstance(action, Receive)}
     computes = {action.op: number for number, action in enumerate(steps) if isinstance(action, Compute)}
@@ -48,14 +48,16 @@ def _steps(
             ops = action.pair or (action.op,)
             needs = [receives[name] for op in ops for name in inputs.get(op, ()) if name in receives]
             seconds = _SECONDS.get(action.op.kind, 1.0)
-            yield Step(number, str(action.op), needs=tuple(sorted(needs)), seconds=seconds, place=place)
+            yield CallStep(number, str(action.op), needs=tuple(sorted(needs)), seconds=seconds, place=place)
         elif isinstance(action, Send):
-            part = Part(Side.SEND, action.peer, named(action), communicators.of_message(worker, action.peer))
-            yield Step(number, f"send {named(action)}", (part,), (computes[action.output],), place=place)
+            part = Part(
+                CallSide.SEND, action.peer, named(action), communicators.of_message(worker, action.peer)
+            )
+            yield CallStep(number, f"send {named(action)}", (part,), (computes[action.output],), place=place)
         elif isinstance(action, Receive):
             name = communicators.of_message(action.peer, worker)
-            part = Part(Side.RECEIVE, action.peer, named(action), name)
-            yield Step(number, f"receive {named(action)}", (part,), place=place)
+            part = Part(CallSide.RECEIVE, action.peer, named(action), name)
+            yield CallStep(number, f"receive {named(action)}", (part,), place=place)
         else:
             continue
         number += 1

@@ -13,14 +13,14 @@ from counterflow.program.rules import RULES, CheckSubject, require
 from counterflow.schedule import formats
 from counterflow.schedule.graph import OpGraph
 
-from .calls import CallLists, Communicators
-from .flight_places import RankPlace, places_of
+from .calls import CallLists, CommunicatorScope
+from .flight_places import DumpPlace, places_of
 from .flight_records import FORM, is_flight_record, read_flight_records
 from .op_rules import op_findings
 from .program_lists import program_lists
 from .recorded import read_json, recorded_lists
 from .torch_lists import read_torch_lists
-from .verdicts import Finding
+from .verdicts import LintFinding
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,12 @@ class LintSubject:
     """
 
     lists: CallLists
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[LintFinding, ...] = ()
     remark: str = ""
-    places: tuple[RankPlace, ...] = ()
+    places: tuple[DumpPlace, ...] = ()
 
 
-def read_lists(path: Path, communicators: Communicators | None = None) -> LintSubject:
+def read_lists(path: Path, communicators: CommunicatorScope | None = None) -> LintSubject:
     """The lists in a file.
 
     Args:
@@ -55,7 +55,7 @@ def read_lists(path: Path, communicators: Communicators | None = None) -> LintSu
     name = str(path)
     text = read_text(path, "is a folder; name a file")
     if not text.lstrip().startswith("{"):
-        lists = read_torch_lists(text, name, communicators or Communicators.GROUP)
+        lists = read_torch_lists(text, name, communicators or CommunicatorScope.GROUP)
         findings, remark = op_findings(text, name)
         return LintSubject(lists, tuple(findings), remark)
     values = read_json(text, name)
@@ -63,7 +63,7 @@ def read_lists(path: Path, communicators: Communicators | None = None) -> LintSu
         schedule = formats.loads(text, name)
         require(CheckSubject(schedule), (rule for rule in RULES if not rule.lowered))
         graph = OpGraph(schedule)
-        lists = program_lists(lower(schedule), graph, communicators or Communicators.EDGE)
+        lists = program_lists(lower(schedule), graph, communicators or CommunicatorScope.EDGE)
         return LintSubject(lists)
     if communicators is not None:
         raise ConfigError(f'{name}: recorded calls say their "communicators"; leave out communicators')
@@ -71,7 +71,7 @@ def read_lists(path: Path, communicators: Communicators | None = None) -> LintSu
 
 
 def read_subject(
-    paths: Sequence[Path], communicators: Communicators | None = None, schedule: Path | None = None
+    paths: Sequence[Path], communicators: CommunicatorScope | None = None, schedule: Path | None = None
 ) -> LintSubject:
     """The lists in a file, or those of the dumps of a flight recorder.
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from counterflow.errors import ConfigError
 
-from .calls import CallLists, Communicators, Part, Row, Side, Step
+from .calls import CallLists, CallSide, CallStep, CommunicatorScope, Part, Row
 
 FORM = "recorded calls"
 
@@ -22,11 +22,11 @@ _Name = Annotated[str, Field(max_length=200)]
 _Rank = Annotated[int, Field(ge=0, lt=10**6)]
 
 
-class _Entry(BaseModel):
+class _CallEntry(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class RecordedMessage(_Entry):
+class RecordedMessage(_CallEntry):
     """A send or a receive: one of ``send`` and ``recv``, which is the other rank."""
 
     send: _Rank | None = None
@@ -45,7 +45,7 @@ class RecordedStep(RecordedMessage):
     seconds: Annotated[float, Field(ge=0, allow_inf_nan=False, strict=False)] = 1.0
 
 
-class RecordedCalls(_Entry):
+class RecordedCalls(_CallEntry):
     """A file of recorded calls."""
 
     format: Literal[1] = 1
@@ -82,7 +82,7 @@ def recorded_lists(values: Any, name: str) -> CallLists:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise ConfigError(f"{name}: {_place(first['loc'])}: {first['msg']}") from None
-    known = Communicators(record.communicators)
+    known = CommunicatorScope(record.communicators)
     count = len(record.ranks)
     rows = (_Rows(row, rank, count, known, name).steps for rank, row in enumerate(record.ranks))
     return CallLists(tuple(rows), FORM, record.connected, record.partial)
@@ -99,13 +99,13 @@ class _Rows:
     """Steps of a rank, written entry by entry."""
 
     def __init__(
-        self, entries: list[RecordedStep], rank: int, count: int, known: Communicators, name: str
+        self, entries: list[RecordedStep], rank: int, count: int, known: CommunicatorScope, name: str
     ) -> None:
         self.rank, self.count, self.known, self.name = rank, count, known, name
         self.ids: dict[str, tuple[int, int | None]] = {}
         """For each id, the number of its call, and its part if it names a message of a batch."""
         self.calls: list[int] = []
-        self.written: list[Step] = []
+        self.written: list[CallStep] = []
         for number, entry in enumerate(entries):
             self._add(number, entry)
         self.steps: Row = tuple(self.written)
@@ -123,7 +123,7 @@ class _Rows:
             self._call(entry, place)
         else:
             self.written.append(
-                Step(
+                CallStep(
                     number=len(self.written),
                     label=entry.compute or "wait",
                     needs=self._needs(entry.wait, place),
@@ -145,7 +145,7 @@ class _Rows:
         label = shown if entry.batch is None else f"({shown})"
         if len(label) > 60:
             label = f"batch of {len(parts)}"
-        self.written.append(Step(step, label, parts, place=place))
+        self.written.append(CallStep(step, label, parts, place=place))
         self.calls.append(step)
         names: list[tuple[str | None, int | None]] = [(entry.id, None)]
         names += [(message.id, part) for part, message in enumerate(entry.batch or ())]
@@ -155,7 +155,7 @@ class _Rows:
             if name is not None:
                 self.ids[name] = step, number
         if entry.wait is True:
-            self.written.append(Step(step + 1, f"wait for {label}", needs=(step,), place=place))
+            self.written.append(CallStep(step + 1, f"wait for {label}", needs=(step,), place=place))
 
     def _needs(self, wait: Any, place: str) -> tuple[int, ...]:
         if wait == "all":
@@ -182,9 +182,9 @@ class _Rows:
             raise self._error(place, f"rank {peer} is {'this rank' if peer == self.rank else 'not listed'}")
         communicator = message.communicator
         if communicator is None:
-            kind = Communicators.GROUP if batched and self.known is Communicators.PAIR else self.known
+            kind = CommunicatorScope.GROUP if batched and self.known is CommunicatorScope.PAIR else self.known
             communicator = kind.of_message(*((self.rank, peer) if sends else (peer, self.rank)))
-        return Part(Side.SEND if sends else Side.RECEIVE, peer, str(message.tag), communicator)
+        return Part(CallSide.SEND if sends else CallSide.RECEIVE, peer, str(message.tag), communicator)
 
     def _error(self, place: str, text: str) -> ConfigError:
         return ConfigError(f"{self.name}: {place}: {text}")
@@ -192,4 +192,4 @@ class _Rows:
 
 def _label(part: Part) -> str:
     tag = f" {part.name}" if part.name else ""
-    return f"send{tag} to {part.peer}" if part.side is Side.SEND else f"recv{tag} from {part.peer}"
+    return f"send{tag} to {part.peer}" if part.side is CallSide.SEND else f"recv{tag} from {part.peer}"

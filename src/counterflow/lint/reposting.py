@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .calls import CallLists, PartId, Side, Step
+from .calls import CallLists, CallSide, CallStep, PartId
 from .pairing import pairs_of
 
 
@@ -21,7 +21,7 @@ def in_order_of_sending(lists: CallLists) -> tuple[CallLists, int] | None:
     partner = pairs_of(lists, by_name=True).partner
     steps = {(rank, step.number): step for rank, row in enumerate(lists.ranks) for step in row}
     waiting = [[step for step in row if not _moves(step)] for row in lists.ranks]
-    rows: list[list[Step]] = [[] for _ in lists.ranks]
+    rows: list[list[CallStep]] = [[] for _ in lists.ranks]
     placed: set[tuple[int, int]] = set()
     progress = True
     while progress:
@@ -37,7 +37,7 @@ def in_order_of_sending(lists: CallLists) -> tuple[CallLists, int] | None:
                     if end is None:
                         return None
                     receive = steps[end.rank, end.number]
-                    if part.side is Side.SEND and _moves(receive):
+                    if part.side is CallSide.SEND and _moves(receive):
                         rows[end.rank].append(receive)
                         placed.add((end.rank, end.number))
     if any(waiting) or list(map(len, rows)) != list(map(len, lists.ranks)):
@@ -48,11 +48,11 @@ def in_order_of_sending(lists: CallLists) -> tuple[CallLists, int] | None:
     return None if changed == lists.ranks else (replace(lists, ranks=changed), moved)
 
 
-def _moves(step: Step) -> bool:
-    return len(step.parts) == 1 and step.parts[0].side is Side.RECEIVE
+def _moves(step: CallStep) -> bool:
+    return len(step.parts) == 1 and step.parts[0].side is CallSide.RECEIVE
 
 
-def _places(rows: Sequence[Sequence[Step]]) -> dict[tuple[int, int], int]:
+def _places(rows: Sequence[Sequence[CallStep]]) -> dict[tuple[int, int], int]:
     """For each receive, by rank and number, how many steps that do not move precede it."""
     places: dict[tuple[int, int], int] = {}
     for rank, row in enumerate(rows):

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from .calls import CallLists, Part, PartId, Row, Side, Step
+from .calls import CallLists, CallSide, CallStep, Part, PartId, Row
 from .pairing import pairs_of
 
 MOST_PARTS = 256
@@ -30,7 +30,7 @@ def split_batches(lists: CallLists) -> CallLists:
     if next(large_batches(lists), None) is None:
         return lists
 
-    def pieces(step: Step, rank: int) -> Sequence[tuple[Part, ...]]:
+    def pieces(step: CallStep, rank: int) -> Sequence[tuple[Part, ...]]:
         del rank
         return [step.parts[begin : begin + MOST_PARTS] for begin in range(0, len(step.parts), MOST_PARTS)]
 
@@ -46,10 +46,10 @@ def paired_rounds(lists: CallLists) -> CallLists:
     places = ranks + ranks % 2
     order = pairs_of(lists, by_name=False).order
 
-    def pieces(step: Step, rank: int) -> Sequence[tuple[Part, ...]]:
+    def pieces(step: CallStep, rank: int) -> Sequence[tuple[Part, ...]]:
         rounds: dict[int, list[tuple[int, int, Part]]] = defaultdict(list)
         for number, part in enumerate(step.parts):
-            way = int((part.side is Side.SEND) == (rank < part.peer))
+            way = int((part.side is CallSide.SEND) == (rank < part.peer))
             place = order.get(PartId(rank, step.number, number), number)
             rounds[_round(rank, part.peer, places)].append((place, way, part))
         parts = [part for number in sorted(rounds) for part in _in_order(rounds[number])]
@@ -81,14 +81,16 @@ def _round(rank: int, peer: int, places: int) -> int:
     return (rank + peer) % last
 
 
-def _with_pieces(lists: CallLists, pieces: Callable[[Step, int], Sequence[tuple[Part, ...]]]) -> CallLists:
+def _with_pieces(
+    lists: CallLists, pieces: Callable[[CallStep, int], Sequence[tuple[Part, ...]]]
+) -> CallLists:
     rows = (_row(row, rank, pieces) for rank, row in enumerate(lists.ranks))
     return replace(lists, ranks=tuple(rows))
 
 
-def _row(row: Row, rank: int, pieces: Callable[[Step, int], Sequence[tuple[Part, ...]]]) -> Row:
+def _row(row: Row, rank: int, pieces: Callable[[CallStep, int], Sequence[tuple[Part, ...]]]) -> Row:
     free = 1 + max((step.number for step in row), default=0)
-    steps: list[Step] = []
+    steps: list[CallStep] = []
     launches: dict[int, list[int]] = {}
     for step in row:
         needs = tuple(number for need in step.needs for number in launches.get(need, [need]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .calls import CallLists, Side
+from .calls import CallLists, CallSide
 from .changes import edge_communicators
 from .waiting import Player, TransportRule, play
 
@@ -77,6 +77,6 @@ def _stalls(player: Player) -> list[Stall]:
         for node in range(2, len(queue.steps), 2):  # two nodes a call
             position, before = queue.steps[node], queue.steps[node - 2]
             lost = float(player.times.start[first + node]) - called[queue.rank, position]
-            if lost > 0 and any(part.side is Side.SEND for part in row[position].parts):
+            if lost > 0 and any(part.side is CallSide.SEND for part in row[position].parts):
                 stalls.append(Stall(queue.rank, row[position].label, row[before].label, lost))
     return stalls

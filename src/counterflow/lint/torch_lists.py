@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from counterflow.errors import ConfigError
 
-from .calls import CallLists, Communicators, Part, Row, Side, Step
+from .calls import CallLists, CallSide, CallStep, CommunicatorScope, Part, Row
 
 FORM = "torch's schedule with communication"
 
@@ -55,7 +55,7 @@ class TorchCell:
     place: str
 
 
-def read_torch_lists(text: str, name: str, communicators: Communicators) -> CallLists:
+def read_torch_lists(text: str, name: str, communicators: CommunicatorScope) -> CallLists:
     """The lists in torch's CSV with communication, or in printed rows.
 
     Args:
@@ -146,7 +146,7 @@ class _Steps:
         row: list[TorchCell],
         rank: int,
         stages: dict[int, int],
-        communicators: Communicators,
+        communicators: CommunicatorScope,
         name: str,
     ) -> None:
         self.rank, self.stages, self.communicators, self.name = rank, stages, communicators, name
@@ -164,7 +164,7 @@ class _Steps:
                     self.makers[action.stage, letter, action.micro_batch] = number
         self.steps: Row = tuple(self._step(number, cell) for number, cell in enumerate(row))
 
-    def _step(self, number: int, cell: TorchCell) -> Step:
+    def _step(self, number: int, cell: TorchCell) -> CallStep:
         parts: list[Part] = []
         needs: set[int] = set()
         seconds = 0.0
@@ -182,7 +182,9 @@ class _Steps:
                 receive = self.receives.get((action.stage, letter, action.micro_batch))
                 needs |= {needed for needed in (local, receive) if needed not in (None, number)}
             seconds += SECONDS.get(action.kind, 0.0)
-        return Step(number, cell.text, tuple(parts), tuple(sorted(needs)), seconds=seconds, place=cell.place)
+        return CallStep(
+            number, cell.text, tuple(parts), tuple(sorted(needs)), seconds=seconds, place=cell.place
+        )
 
     def _part(self, action: TorchAction, place: str, *, batched: bool) -> Part:
         word, _, letter = action.kind.partition("_")
@@ -193,9 +195,9 @@ class _Steps:
             fault = "no row has" if peer is None else "is on the same rank, where no message is needed"
             where = f"{fault} stage {stage}" if peer is None else f"stage {stage} {fault}"
             raise ConfigError(f"{self.name}: {place}: {action} is a message to or from a stage, and {where}")
-        side = Side.SEND if word == "SEND" else Side.RECEIVE
+        side = CallSide.SEND if word == "SEND" else CallSide.RECEIVE
         maker = action.stage if word == "SEND" else stage
-        sender, receiver = (self.rank, peer) if side is Side.SEND else (peer, self.rank)
-        kind = Communicators.GROUP if batched else self.communicators
+        sender, receiver = (self.rank, peer) if side is CallSide.SEND else (peer, self.rank)
+        kind = CommunicatorScope.GROUP if batched else self.communicators
         communicator = kind.of_message(sender, receiver)
         return Part(side, peer, f"{maker}{letter}{action.micro_batch}", communicator)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .calls import CallLists
-from .flight_places import RankPlace
+from .flight_places import DumpPlace
 from .mending import Fix, fix_of
 from .pairing import is_crossed, pairing_faults, without_lone_calls
 from .splitting import large_batches, split_batches
 from .stalls import Stalls, stalls_of
-from .waiting import Play, TransportRule, play, rules_of
+from .waiting import TransportRule, WaitPlay, play, rules_of
 
 PAIRED = "each send meets its receive"
 """Name of the rule that messages pair up."""
@@ -20,7 +20,7 @@ _MOST_FAULTS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class LintFinding:
     """Result of a rule.
 
     Attributes:
@@ -33,11 +33,11 @@ class Finding:
     rule: str
     ok: bool
     faults: tuple[str, ...] = ()
-    play: Play | None = None
+    play: WaitPlay | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RuleVerdict:
     """Verdict on lists.
 
     Attributes:
@@ -51,12 +51,12 @@ class Verdict:
     """
 
     lists: CallLists
-    findings: tuple[Finding, ...]
+    findings: tuple[LintFinding, ...]
     fix: Fix | None = None
     first_fix: Fix | None = None
     stalls: Stalls | None = None
     remarks: tuple[str, ...] = ()
-    places: tuple[RankPlace, ...] = ()
+    places: tuple[DumpPlace, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -68,9 +68,9 @@ def lint(
     lists: CallLists,
     rules: Sequence[TransportRule] | None = None,
     *,
-    further: Sequence[Finding] = (),
+    further: Sequence[LintFinding] = (),
     mend: bool = True,
-) -> Verdict:
+) -> RuleVerdict:
     """Check lists under the rules of transports.
 
     Args:
@@ -85,10 +85,10 @@ def lint(
     launched = split_batches(lists)
     faults = tuple(pairing_faults(lists))
     shown = (*faults[:_MOST_FAULTS], f"… and {len(faults) - _MOST_FAULTS} more")[: len(faults)]
-    findings = [*further, Finding(PAIRED, not faults, shown)]
+    findings = [*further, LintFinding(PAIRED, not faults, shown)]
     for rule in rules:
         result = play(launched, rule)
-        findings.append(Finding(rule.value, result.ok, play=result))
+        findings.append(LintFinding(rule.value, result.ok, play=result))
     stuck = [f.play for f in findings if f.play is not None and not f.play.ok]
     fix, first_fix, stalls = None, None, None
     crossed = any(map(is_crossed, faults))
@@ -100,9 +100,9 @@ def lint(
             first_fix = None if alone is None or (fix and alone.changes == fix.changes) else alone
     elif mend and not stuck and not faults and any(step.seconds for row in lists.ranks for step in row):
         stalls = stalls_of(launched)
-    return Verdict(launched, tuple(findings), fix, first_fix, stalls, tuple(large_batches(lists)))
+    return RuleVerdict(launched, tuple(findings), fix, first_fix, stalls, tuple(large_batches(lists)))
 
 
-def with_remarks(verdict: Verdict, *remarks: str) -> Verdict:
+def with_remarks(verdict: RuleVerdict, *remarks: str) -> RuleVerdict:
     """The verdict with further remarks."""
     return replace(verdict, remarks=(*verdict.remarks, *remarks))

@@ -16,7 +16,7 @@ import numpy as np
 from counterflow.program.lists import instant, played
 from counterflow.program.player import ListArrays, Times
 
-from .calls import CallLists, PartId, Side, Step
+from .calls import CallLists, CallSide, CallStep, PartId
 from .pairing import Pairs, pairs_of
 
 
@@ -104,7 +104,7 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class Play:
+class WaitPlay:
     """Play of lists under a rule.
 
     Attributes:
@@ -156,7 +156,7 @@ class Player:
 
     # -- the queues
 
-    def _add(self, rank: int, position: int, step: Step) -> None:
+    def _add(self, rank: int, position: int, step: CallStep) -> None:
         queue, rule = self.queues[rank], self.rule
         needs = list(self._needs(rank, position, step))
         ids = [PartId(rank, step.number, number) for number in range(len(step.parts))]
@@ -164,7 +164,7 @@ class Player:
             events: list[Event] = [(Happening.COMPUTED, PartId(rank, step.number, 0))]
             queue.node(position, needs, events, step.seconds)
             return
-        sends = [i for i, part in zip(ids, step.parts, strict=True) if part.side is Side.SEND]
+        sends = [i for i, part in zip(ids, step.parts, strict=True) if part.side is CallSide.SEND]
         receives = [i for i in ids if i not in sends]
         if rule is TransportRule.EAGER:
             queue.node(position, needs, self._to_partners(Happening.SENT, sends))
@@ -197,7 +197,7 @@ class Player:
         partner = self.pairs.partner
         return [(happening, partner[part]) for part in parts if part in partner]
 
-    def _needs(self, rank: int, position: int, step: Step) -> Iterator[Event]:
+    def _needs(self, rank: int, position: int, step: CallStep) -> Iterator[Event]:
         positions, row = self.positions[rank], self.lists.ranks[rank]
         for number in step.needs:
             needed = row[positions[number]]
@@ -211,7 +211,7 @@ class Player:
             elif self.rule.by_name:
                 alone = {part for owner, part in step.receives if owner == number}
                 for index, part in enumerate(needed.parts):
-                    if part.side is Side.RECEIVE and (not alone or index in alone):
+                    if part.side is CallSide.RECEIVE and (not alone or index in alone):
                         yield Happening.SENT, PartId(rank, number, index)
 
     def _arrays(self) -> ListArrays:
@@ -240,13 +240,13 @@ class Player:
 
     # -- the result
 
-    def play(self) -> Play:
+    def play(self) -> WaitPlay:
         """The result of the play."""
         progress = int(self.times.head.sum() - self.arrays.first[:-1].sum())
         stuck = self.times.stuck(self.arrays)
         makespan = float(self.times.clocks.max(initial=0.0))
         if not stuck:
-            return Play(self.rule, (), closed=False, progress=progress, makespan=makespan)
+            return WaitPlay(self.rule, (), closed=False, progress=progress, makespan=makespan)
         path: list[int] = []
         waits: list[Wait] = []
         queue: int | None = stuck[0]
@@ -256,7 +256,7 @@ class Player:
             waits.append(wait)
         closed = queue is not None
         begin = path.index(queue) if queue is not None else 0
-        return Play(self.rule, tuple(waits[begin:]), closed, progress)
+        return WaitPlay(self.rule, tuple(waits[begin:]), closed, progress)
 
     def _wait(self, number: int) -> tuple[Wait, int | None]:
         queue = self.queues[number]
@@ -277,7 +277,7 @@ class Player:
         return wait, maker[0]
 
 
-def play(lists: CallLists, rule: TransportRule, *, timed: bool = False) -> Play:
+def play(lists: CallLists, rule: TransportRule, *, timed: bool = False) -> WaitPlay:
     """Play lists under a rule.
 
     Args:

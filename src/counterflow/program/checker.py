@@ -12,7 +12,7 @@ from counterflow.schedule.modes import Sync
 from counterflow.schedule.scheme_keywords import Sizes
 
 from .actions import Matching, Program
-from .communication.plan import CommunicationPlan
+from .communication.communication_plan import CommunicationPlan
 from .lowering import NOTHING_SHARED, WITH_A_BARRIER, Ends, OpTimes, Shared, lower
 from .rules import RULES, CheckSubject, details, require
 

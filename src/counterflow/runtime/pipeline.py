@@ -20,7 +20,7 @@ from counterflow.execution import Batching, Execution, Flat, records
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.registry import schedule_of
 
-from .assembly.automatic import AUTO, CHOOSERS, ScheduleChoice, ScheduleRequest, request_of
+from .assembly.auto_schedule import AUTO, CHOOSERS, ScheduleChoice, ScheduleRequest, request_of
 from .assembly.partition import PartitionedModel
 from .assembly.pipeline_arguments import PipelineArguments
 from .engine import build_engine

@@ -23,7 +23,7 @@ from counterflow.measure.storage import ADVICE, storage_of
 from counterflow.runtime.workers import world
 from counterflow.runtime.workers.launch import SendSignal, launch_watched
 
-from .automatic import with_plan
+from .auto_config import with_plan
 from .callbacks import Callback, Callbacks, loggers
 from .config import RunConfig
 from .folder import RunFolder, folder_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from counterflow.lint.calls import CallLists, Communicators
+from counterflow.lint.calls import CallLists, CommunicatorScope
 from counterflow.lint.recorded import recorded_lists
 from counterflow.lint.torch_lists import read_torch_lists
 from counterflow.lint.waiting import TransportRule
@@ -43,10 +43,10 @@ class Hang:
 
 
 def torch_text(*rows: str) -> CallLists:
-    return read_torch_lists("\n".join(rows), "thread", Communicators.PAIR)
+    return read_torch_lists("\n".join(rows), "thread", CommunicatorScope.PAIR)
 
 
-def torch_file(name: str, communicators: Communicators) -> CallLists:
+def torch_file(name: str, communicators: CommunicatorScope) -> CallLists:
     return read_torch_lists((FOLDER / name).read_text(encoding="utf-8"), name, communicators)
 
 
@@ -68,7 +68,7 @@ def warm_up() -> CallLists:
 
     It is no hang: receives stand before sends that are ready, in the one stream of a group.
     """
-    return torch_file("pytorch-188833.csv", Communicators.GROUP)
+    return torch_file("pytorch-188833.csv", CommunicatorScope.GROUP)
 
 
 def parity_rule() -> CallLists:
@@ -77,7 +77,7 @@ def parity_rule() -> CallLists:
     The text of the review's counter-example was not to be had; this one is the rule on interleaved 1F1B,
     2 ranks of 2 stages, 4 micro-batches.
     """
-    return torch_file("pytorch-178815.csv", Communicators.PAIR)
+    return torch_file("pytorch-178815.csv", CommunicatorScope.PAIR)
 
 
 def one_batch_for_two_peers() -> CallLists:

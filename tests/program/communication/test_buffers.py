@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from counterflow.program import rules
 from counterflow.program.actions import Compute, Matching, Program, Receive
 from counterflow.program.checker import inspect
-from counterflow.program.communication.buffers import Lifetime, colour, lifetimes
-from counterflow.program.communication.plan import communication_plan
+from counterflow.program.communication.communication_plan import communication_plan
+from counterflow.program.communication.receive_buffers import Lifetime, colour, lifetimes
 from counterflow.program.lowering import lower, lower_evaluation
 from counterflow.program.rules import CheckSubject
 from counterflow.schedule import schemes

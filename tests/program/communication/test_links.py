@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterflow.program import rules
-from counterflow.program.communication.links import (
+from counterflow.program.communication.communication_plan import communication_plan
+from counterflow.program.communication.link_rounds import (
     Communicators,
     Link,
     at_once,
@@ -19,7 +20,6 @@ from counterflow.program.communication.links import (
     links_of,
     search,
 )
-from counterflow.program.communication.plan import communication_plan
 from counterflow.program.lowering import lower
 from counterflow.program.rules import CheckSubject
 from counterflow.schedule import schemes

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from counterflow.program.communication.buffers import BufferTable
-from counterflow.program.communication.plan import communication_plan
+from counterflow.program.communication.communication_plan import communication_plan
+from counterflow.program.communication.receive_buffers import BufferTable
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule

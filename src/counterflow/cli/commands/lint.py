@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from counterflow.common.plurals import plural
-from counterflow.lint.calls import Communicators
+from counterflow.lint.calls import CommunicatorScope
 
 from ..options.flags import JsonFlag
 from ..output.console import WIDE, console, note, number, print_json, writing
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from counterflow.lint.mending import Fix
     from counterflow.lint.stalls import Stalls
-    from counterflow.lint.verdicts import Verdict
-    from counterflow.lint.waiting import Play
+    from counterflow.lint.verdicts import RuleVerdict
+    from counterflow.lint.waiting import WaitPlay
 
 
 class CommunicatorsName(StrEnum):
@@ -107,7 +107,7 @@ def lint(
         from counterflow.drawing.saving import require_form
 
         require_form(out)
-    known = None if communicators is None else Communicators(communicators.value)
+    known = None if communicators is None else CommunicatorScope(communicators.value)
     subject = read_subject(files, known, schedule)
     rules = None if not rule else [TransportRule[name.name] for name in RuleName if name in rule]
     if subject.places and rules is None:
@@ -127,7 +127,7 @@ def lint(
         raise typer.Exit(1)
 
 
-def _draw(verdict: Verdict, out: Path) -> None:
+def _draw(verdict: RuleVerdict, out: Path) -> None:
     from counterflow.lint.picture import draw_circle
 
     stuck = [finding.play for finding in verdict.findings if finding.play and not finding.play.ok]
@@ -139,13 +139,13 @@ def _draw(verdict: Verdict, out: Path) -> None:
     note(f"Wrote {out}")
 
 
-def _worst(stuck: list[Play]) -> Play:
+def _worst(stuck: list[WaitPlay]) -> WaitPlay:
     from counterflow.lint.waiting import TransportRule
 
     return next((play for play in stuck if play.rule is TransportRule.NCCL), stuck[0])
 
 
-def _print(name: str, verdict: Verdict) -> None:
+def _print(name: str, verdict: RuleVerdict) -> None:
     from rich.text import Text
 
     from counterflow.lint.circle_words import circle_lines, waits_shown

@@ -55,8 +55,8 @@ def profile(
     Of equal layers in a row one is measured. Under torchrun all workers measure, on all nodes, links between
     nodes too; the first writes.
     """
+    from counterflow.measure.folder_model import ModelFolder
     from counterflow.measure.model_file import ModelFile
-    from counterflow.measure.model_folder import ModelFolder
     from counterflow.measure.model_profile import SIZES
     from counterflow.runtime.workers.world import rank_info
     from counterflow.training.profiling import Profiled, measure, measure_file

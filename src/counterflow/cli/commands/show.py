@@ -129,7 +129,7 @@ def _show_communication(subject: str, options: SchemeOptions, output: DrawingOpt
     from counterflow.drawing.communication import draw_plan, plan_lines
     from counterflow.program.checker import checked_program
     from counterflow.program.communication.certificate import certificate
-    from counterflow.program.communication.plan import communication_plan
+    from counterflow.program.communication.communication_plan import communication_plan
 
     excluded = {"--compare": output.compare, "--memory": output.memory, "--messages": output.messages}
     if used := [name for name, value in excluded.items() if value]:

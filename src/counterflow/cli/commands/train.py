@@ -137,7 +137,7 @@ def _list_keys(*, as_json: bool) -> None:
 
 def _prepare(config: RunConfig, *, as_json: bool) -> None:
     # GPUs are not checked: the run's may be on other machines.
-    from counterflow.training.automatic import with_plan
+    from counterflow.training.auto_config import with_plan
     from counterflow.training.folder import RunFolder
     from counterflow.training.job import prepare
     from counterflow.training.step_memory import available_bytes, least_shortage, step_memory

@@ -23,7 +23,6 @@ from torch._C._profiler import ProfilerConfig as _ProfilerConfig
 from torch._C._profiler import ProfilerState as _ProfilerState
 from torch._C._profiler import _ExperimentalConfig
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.autograd.variable import Variable
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import Store, _get_default_store
@@ -43,28 +42,10 @@ __all__ = ["TorchDispatchMode", "is_traceable_wrapper_subclass"]
 # TorchDispatchMode sees every operator. Without: no halves of micro-batches that draw, and no strict_nccl.
 # is_traceable_wrapper_subclass: ``hasattr(tensor, "__tensor_flatten__")`` says the same.
 
-# -- functions that a supported version lacks
-
-LINEAR_CROSS_ENTROPY: tuple[Callable[..., Tensor], ...] = (
-    (functional.linear_cross_entropy,) if hasattr(functional, "linear_cross_entropy") else ()
-)
-"""``functional.linear_cross_entropy``, which torch has since 2.13; without it no loss calls it."""
-
 # -- autograd
 
 run_backward: Any = Variable._execution_engine.run_backward  # noqa: SLF001
 """What torch.autograd.backward and .grad call; these replace it, and take 15 µs more."""
-
-
-def gradient_edge(tensor: Tensor) -> GradientEdge:
-    """The edge of an output's gradient, which keeps the graph alive.
-
-    Without: ``get_gradient_edge``, which takes three times as long for all but leaves and nodes of Python.
-    """
-    node = tensor.grad_fn
-    if node is None or isinstance(cast("object", node), torch._C._FunctionBase):  # noqa: SLF001
-        return get_gradient_edge(tensor)
-    return GradientEdge(node, tensor.output_nr)
 
 
 preserve_version_counter = _unsafe_preserve_version_counter
@@ -198,17 +179,10 @@ def allocations() -> Iterator[int]:
 
 
 def allocation_events() -> list[Any]:
-    """Allocations as events of torch, which have ``cpu_memory_usage()`` in bytes, below 0 if freed.
-
-    The time from one to another, of any thread, is ``cpu_elapsed_us(other)``.
-    """
+    """Events of allocations: ``cpu_memory_usage()`` is in bytes, below 0 if freed."""
     recorded: Any = torch._C._autograd._disable_profiler_legacy()  # noqa: SLF001
-    return [
-        event
-        for events in recorded
-        for event in events
-        if event.kind() == "memory_alloc" and event.cpu_memory_usage()
-    ]
+    events = (event for of_thread in recorded for event in of_thread if event.kind() == "memory_alloc")
+    return [event for event in events if event.cpu_memory_usage()]
 
 
 def profiling() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..actions import Program, named
-from .plan import CommunicationPlan
+from .communication_plan import CommunicationPlan
 
 
 def certificate(program: Program, plan: CommunicationPlan) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from counterflow.schedule.graph import OpGraph
 
 from ..actions import Compute, Receive, Send, named
-from ..communication.links import search
+from ..communication.link_rounds import search
 from .subject import CheckSubject
 
 

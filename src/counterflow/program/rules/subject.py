@@ -10,7 +10,7 @@ from counterflow.schedule.graph import OpGraph
 from counterflow.schedule.ir import Schedule
 
 from ..actions import Program
-from ..communication.plan import CommunicationPlan, communication_plan
+from ..communication.communication_plan import CommunicationPlan, communication_plan
 
 MOST_SHOWN = 5
 """Number of violations of a rule that are shown; the rest are counted."""

@@ -18,7 +18,7 @@ from counterflow.api.aux_loss import collecting
 from counterflow.common.tensors.torch_private import profiling
 from counterflow.errors import CounterflowError
 from counterflow.program.actions import Action, Compute, Program, Receive, Send
-from counterflow.program.communication.buffers import lifetimes
+from counterflow.program.communication.receive_buffers import lifetimes
 from counterflow.program.shifts import shifted, shifted_op
 from counterflow.schedule.ir import Op, OpKind, Product, Schedule
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from counterflow.program.communication.buffers import Lifetime, colour
+from counterflow.program.communication.receive_buffers import Lifetime, colour
 
 from .compression import Compression
 from .envelope import Envelope

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from counterflow.api.loss_sum import LossSum
 from counterflow.common.tensors.dtensors import full_tensor
-from counterflow.common.tensors.torch_private import LINEAR_CROSS_ENTROPY, whole_call
+from counterflow.common.tensors.torch_private import whole_call
 
 from ..messages.values import Value
 from ..stages.named_layer import LOSS, NamedLayer
@@ -203,8 +203,11 @@ def _scaled(func: Any, args: Any) -> Any:
     return result
 
 
+_LINEAR_CROSS_ENTROPY = getattr(functional, "linear_cross_entropy", functional.cross_entropy)
+"""torch has it since 2.13."""
+
 _DIVISORS: dict[Any, Callable[[Mapping[str, Any]], Tensor | int]] = {
-    **dict.fromkeys((functional.cross_entropy, functional.nll_loss, *LINEAR_CROSS_ENTROPY), _by_targets),
+    **dict.fromkeys((functional.cross_entropy, functional.nll_loss, _LINEAR_CROSS_ENTROPY), _by_targets),
     **dict.fromkeys((functional.mse_loss, functional.l1_loss), _by_weights),
     **dict.fromkeys(
         (

@@ -30,8 +30,7 @@ from typing_extensions import override
 
 from counterflow.api.skip import Carried
 from counterflow.common.tensors.dtensors import settled
-from counterflow.common.tensors.graphs import graph_of
-from counterflow.common.tensors.torch_private import gradient_edge
+from counterflow.common.tensors.graphs import gradient_edge, graph_of
 from counterflow.common.trees import mapped
 from counterflow.verification.diagnosis.graph_leaves import StageGraph, diagnose_graph
 

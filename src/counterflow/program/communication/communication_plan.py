@@ -13,8 +13,8 @@ from itertools import accumulate
 from counterflow.schedule.graph import OpGraph
 
 from ..actions import Action, Compute, Program
-from .buffers import BufferTable, Lifetime, colour, lifetimes
-from .links import Communicators, fewest_rounds, links_of
+from .link_rounds import Communicators, fewest_rounds, links_of
+from .receive_buffers import BufferTable, Lifetime, colour, lifetimes
 
 
 @dataclass(frozen=True, slots=True)
