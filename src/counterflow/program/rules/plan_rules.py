@@ -88,10 +88,16 @@ def _users_by_receive(graph: OpGraph) -> dict[tuple[int, Receive], set[int]]:
     """For each worker and receive, the nodes that use the message or what was saved of it."""
     further: defaultdict[int, list[int]] = defaultdict(list)
     """For each node, the nodes of its stage that need it, except those of other slices."""
+    sliced = graph.schedule.workload.slices > 1
     for node, needed in enumerate(graph.needs):
         op = graph.ops[node]
         for source in needed:
-            if graph.ops[source].stage == op.stage and graph.ops[source].kind is not op.kind:
+            before = graph.ops[source]
+            if (
+                before.stage == op.stage
+                and before.kind is not op.kind
+                and (before.part == op.part or not sliced)
+            ):
                 further[source].append(node)
     users: dict[tuple[int, Receive], set[int]] = {}
     for source, target, skip in graph.messages:
