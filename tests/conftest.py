@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from .tables import left_out
 
@@ -35,7 +35,9 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HOME": _CACHE.name, "COUNTERFLOW_CACHE
 os.environ["TERMINAL_WIDTH"] = "200"
 import_module("typer.rich_utils")  # it reads that once, and some test may have another width by then
 
-settings.register_profile("counterflow", deadline=None, derandomize=True)
+settings.register_profile(
+    "counterflow", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)  # a machine may be busy
 settings.load_profile("counterflow")
 
 

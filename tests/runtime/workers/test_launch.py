@@ -221,7 +221,7 @@ def test_interrupted_while_the_process_to_fork_from_still_loads(tmp_path: Path) 
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
-        timeout=100,
+        timeout=200,
         check=False,
     )
     assert done.returncode == -signal.SIGINT
@@ -268,7 +268,7 @@ def test_workers_end_with_their_launch(
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(number)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=200)
     assert process.returncode == -number
     if number is signal.SIGINT:
         assert gone(tmp_path, 1)
