@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from counterflow.common.plurals import plural
 from counterflow.errors import ConfigError
 from counterflow.runtime.parameters.optimizers import Parameters
 from counterflow.runtime.transport.kinds import GLOO, NCCL
@@ -98,8 +99,8 @@ def write(measurement: Measurement, folder: Path) -> None:
 def announce(chain: LayerChain, workers: int, folder: Path) -> None:
     """Say that a measurement begins."""
     LOG.warning(  # the level that is shown unless logging is set up
-        "measuring %d of %d layers on %d worker%s, once; the profile is kept in %s",
-        *(len(chain.places), len(chain.kinds), workers, "s" * (workers > 1), folder),
+        "measuring %d of %d layers on %s, once; the profile is kept in %s",
+        *(len(chain.places), len(chain.kinds), plural(workers, "worker"), folder),
     )
 
 

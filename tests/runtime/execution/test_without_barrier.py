@@ -256,7 +256,6 @@ def test_a_device_has_an_op_to_run_while_its_host_reads(
             launched()
 
         monkeypatch.setattr(pipeline.transport, "computed", computed, raising=False)
-        monkeypatch.setattr(pipeline.transport, "follows_ops", True, raising=False)
         for _ in range(3):
             pipeline.step(*numbers(8))
         waited = list(Noted.ops.waited)

@@ -25,14 +25,6 @@ if TYPE_CHECKING:
     from counterflow.lint.waiting import WaitPlay
 
 
-class CommunicatorsName(StrEnum):
-    """Communicators of calls, as an option has them."""
-
-    GROUP = "group"
-    PAIR = "pair"
-    EDGE = "edge"
-
-
 class RuleName(StrEnum):
     """A rule of a transport, as an option has it."""
 
@@ -56,7 +48,7 @@ def lint(
     ],
     *,
     communicators: Annotated[
-        CommunicatorsName | None,
+        CommunicatorScope | None,
         typer.Option(
             help="Communicators of a schedule: one of the group, as torch has for a group bound to a device; "
             "one a pair of ranks, as otherwise; or one an edge, sender to receiver. Default: group for "
@@ -107,8 +99,7 @@ def lint(
         from counterflow.drawing.saving import require_form
 
         require_form(out)
-    known = None if communicators is None else CommunicatorScope(communicators.value)
-    subject = read_subject(files, known, schedule)
+    subject = read_subject(files, communicators, schedule)
     rules = None if not rule else [TransportRule[name.name] for name in RuleName if name in rule]
     if subject.places and rules is None:
         rules = [TransportRule.NCCL]

@@ -100,8 +100,7 @@ class RunOp(ActionTask):
     @override
     def run(self) -> None:
         in_flight, transport, clock, op = self.in_flight, self._transport, self._clock, self.op
-        if transport.follows_ops:
-            transport.stay_near()
+        transport.stay_near()
         if in_flight.ended:
             in_flight.end_ops()  # work that has time until an op runs
         batch = in_flight.batches[self.slot]
@@ -111,8 +110,7 @@ class RunOp(ActionTask):
             versions.use(op.version + in_flight.period_offset)
         result = self.compute(batch, inputs)
         clock.end(op, in_flight.period_offset, begin)
-        if transport.follows_ops:
-            transport.computed()
+        transport.computed()
         self.publish(batch, inputs, result)
 
     @abstractmethod

@@ -80,8 +80,6 @@ class _VirtualControl(ThreadControl):
 class VirtualTransport(LocalTransport):
     """One worker's transport, which notes the beginnings and ends of its ops in the worker's ledger."""
 
-    follows_ops = True
-
     def __init__(self, hub: VirtualHub, rank: int, device: torch.device) -> None:
         super().__init__(hub, rank, device)
         self.control = _VirtualControl(hub, rank, device)

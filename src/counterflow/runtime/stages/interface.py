@@ -35,7 +35,6 @@ class RunnableStage(Protocol):
     last: bool
     trains: bool
     checked: bool
-    is_bare: bool
     joins: bool | None
     recompute: Recompute
     layers: tuple[NamedLayer, ...]

@@ -245,7 +245,7 @@ class PlainPass(StagePass):
     def __init__(
         self, stage: RunnableStage, rows: SampleRows, step: int, head: Head, meter: SavedBytes
     ) -> None:
-        StagePass.__init__(self, stage, rows, step, head, meter)
+        super().__init__(stage, rows, step, head, meter)
         self.inputs: list[Tensor] = []
         self.edges: Sequence[GradientEdge] = ()
         self.graded: Sequence[bool] | None = None
@@ -254,24 +254,14 @@ class PlainPass(StagePass):
         self._ended = False
 
     @override
-    def forward(self, inputs: list[Tensor], value: Value) -> Output:
-        if not self.stage.is_bare or self.meter.counting:
-            return super().forward(inputs, value)
-        self.inputs = inputs
-        output = self.head(self.run(value))
-        self.outputs = output[1]
-        if self.detach_points is not None:
-            self.detach_points.learn(output[1], inputs)
-        return output
-
-    @override
     def _forward(self, inputs: list[Tensor], value: Value) -> Output:
         stage, self.inputs = self.stage, inputs
         if stage.replays is not None:
             stage.replays.count_saved = self.meter.counter(self.saved)
         spare = None if stage.checked else mapped(copied, value)
         structure, tensors = self.head(self.run(value))
-        self.end_graph(tensors, spare)
+        if self.meter.counting or self.detach_points is not None or not stage.checked:
+            self.end_graph(tensors, spare)
         self.outputs = tensors
         return structure, tensors
 

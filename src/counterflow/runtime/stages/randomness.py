@@ -100,7 +100,7 @@ class RandomStreams(StageWrapper):
             step: the number of the step whose mini-batch the update is of.
             of: the stage, or other numbers that identify the weights.
         """
-        key = self._key(step, _UPDATES[what], of[0])
+        key = self._key(step, SampleRows(_UPDATES[what], 0, 0, 0), of[0])
         for more in of[1:]:
             key = _mixed(key + more)
         return self._from(key)
@@ -113,14 +113,11 @@ class RandomStreams(StageWrapper):
             step: the step's number.
             rows: which samples it runs on.
         """
-        return self._from(self._key(step, rows.micro_batch, index, _part(rows)))
+        return self._from(self._key(step, rows, index))
 
     @override
     def wrap_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
-        part = (
-            rows.slice << 64 | rows.start << 32 | rows.samples - rows.stop
-        )  # ``_part``, for a layer's host cost
-        key = self._key(step, rows.micro_batch, layer.index, part)
+        key = self._key(step, rows, layer.index)
         if self.shared:
             with self._seeded(key):
                 return run(value, step, rows)
@@ -136,16 +133,16 @@ class RandomStreams(StageWrapper):
             generator.manual_seed(key)
         return _NOTHING
 
-    def _key(self, step: int, micro_batch: int, index: int, part: int = 0) -> int:
+    def _key(self, step: int, rows: SampleRows, index: int) -> int:
         """The seed of a stream: a hash distinguishes steps, and mixing (SplitMix64) the streams of a step."""
         seed, of, base = self._bases[step % _STEPS]
         if of != step or seed != self.seed:
             base = number_of(self.seed, step)
             self._bases[step % _STEPS] = self.seed, step, base
-        mixed = base + micro_batch * 0x9E3779B97F4A7C15 + index * 0xD1342543DE82EF95
-        mixed = (mixed + part * 0xD6E8FEB86659FD93) & _BITS
-        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _BITS  # ``_mixed``, for a layer's host cost
-        return (((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _BITS) >> 12
+        # 0: the whole micro-batch, or its first slice.
+        part = rows.slice << 64 | rows.start << 32 | rows.samples - rows.stop
+        mixed = base + rows.micro_batch * 0x9E3779B97F4A7C15 + index * 0xD1342543DE82EF95
+        return _mixed(mixed + part * 0xD6E8FEB86659FD93)
 
     @contextmanager
     def continued(
@@ -165,7 +162,7 @@ class RandomStreams(StageWrapper):
         ends: list[Tensor] = []
         with self.preserved():
             if states is None:
-                key = self._key(step, rows.micro_batch, index, _part(rows))
+                key = self._key(step, rows, index)
                 for generator in self.generators:
                     generator.manual_seed(key)
             else:
@@ -225,11 +222,6 @@ class RandomStreams(StageWrapper):
             for generator in self.generators:
                 generator.manual_seed(key)
             yield
-
-
-def _part(rows: SampleRows) -> int:
-    """Number of a unit in its micro-batch; 0: all of it, or its first slice."""
-    return rows.slice << 64 | rows.start << 32 | rows.samples - rows.stop
 
 
 def _mixed(number: int) -> int:

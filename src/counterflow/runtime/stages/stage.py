@@ -101,8 +101,6 @@ class LocalStage:
         """Versions of the weights, in asynchronous schemes."""
         self.checked = False
         """True if the stage's first graph was diagnosed."""
-        self.is_bare = False
-        """True if a forward is nothing but the layers and the head: no casts, no replays, no diagnosis."""
         self.trains = any(p.requires_grad for p in self.parameters())
         self.module: StageModule | None = None
         """Module with the hooks of weights that are sharded over further dimensions of the mesh."""
@@ -148,7 +146,6 @@ class LocalStage:
         # A new wrapper has its place here, outermost first, and in ``layer_runs``, ``uncompiled`` and
         # ``loss_of_step`` if checks and the witness have to run layers within it.
         precision = None if self.precision.plain else self.precision
-        self.is_bare = precision is None and self.replays is None and self.checked
         compiles = self._compiled is not None
         hooks = self.split_planner.hooks if self._splits and not compiles else None
         split_planner = self.split_planner if self._splits else None

@@ -211,7 +211,6 @@ class Transport(ABC):
         matching: how two ranks' messages are matched: by their order in both directions, or by tags.
         record_folder: folder for records of a failure.
         launches_hold: True if each launch holds its host until the launched work is done.
-        follows_ops: True if ``stay_near`` and ``computed`` are called before and after each op.
     """
 
     kind: TransportKind
@@ -219,7 +218,6 @@ class Transport(ABC):
     matching: Matching = Matching.ORDER
     record_folder: Path = Path()
     launches_hold: bool = False
-    follows_ops: bool = False
 
     def __init__(self, control: Control, device: torch.device) -> None:
         self.control, self.device = control, device

@@ -231,8 +231,6 @@ class OrderedTransport(Transport):
             except RuntimeError as error:
                 raise self.control.translate_error(error, peer) from error
 
-    follows_ops = True
-
     @override
     def computed(self) -> None:
         self.progress.computed()
