@@ -16,7 +16,7 @@ from counterflow.program.communication.receive_buffers import Lifetime, colour
 from .compression import Compression
 from .envelope import Envelope
 from .slot_buffers import message_bytes
-from .values import Shapes
+from .values import Shapes, TensorSpec
 
 _MOST_OVER = 1.1
 """Largest ratio of the bytes of all buffers to those in use at once. It is 1 for equal sizes; if they differ,
@@ -47,5 +47,8 @@ class ReceiveSlots:
             if table.size <= _MOST_OVER * table.in_use:
                 slots = table.slots
                 sizes = [int(table.sizes[slot]) for slot in table.slots]
+        specs: dict[tuple[TensorSpec, ...], Sequence[TensorSpec]] = {}
+        """Specs of equal messages are one object, so that a buffer has its tensors for all of them."""
         for envelope, form, slot, size in zip(self._envelopes, forms, slots, sizes, strict=True):
-            envelope.known_form = replace(form, slot=slot, slot_bytes=size)
+            message = specs.setdefault(tuple(form.message), form.message)
+            envelope.known_form = replace(form, message=message, slot=slot, slot_bytes=size)
