@@ -278,9 +278,8 @@ def test_an_asynchronous_step_is_a_steady_period() -> None:
 def test_workers_that_share_a_core_are_told() -> None:
     shared = replace(CLUSTER, nodes=1, devices=4, cores=2)
     found = predict(MODEL, PROFILE, shared, configured("dapple", stages=4, micro_batches=4))
-    assert (
-        found.step_seconds == 4 * 4 * 3 / 2
-    )  # work of all workers over two cores, above the 21 of the order
+    # At least the work of all workers over two cores, 24, above the 21 of the order; some of it waits.
+    assert found.step_seconds == pytest.approx(27)
     assert "4 workers of a node share 2 cores" in found.notes[0]
     alone = replace(shared, cores=4)
     assert predict(MODEL, PROFILE, alone, configured("dapple", stages=4, micro_batches=4)).notes == ()

@@ -130,9 +130,10 @@ def test_workers_wait_for_the_cores_of_their_own_node() -> None:
     kinds = NodeKind("many", 1, cores=2), NodeKind("few", 1, cores=1)
     cluster = Cluster("c", 2, 2, 1e6, FREE, FREE, cores=2, kinds=kinds)
     found = Predictor(Model("m", ("block",) * 4), PROFILE, cluster).predict(dapple(4, 4))
-    # Two workers with 4 forwards of 1 second and backwards of 2 each have one core.
-    assert found.step_seconds == 2 * 4 * 3.0
-    assert found.notes[0].startswith("2 workers of a node share 1 core: ")
+    # Two workers with 4 forwards of 1 second and backwards of 2 each have one core: 24 seconds, and some
+    # in which it waits for the other node (tests/simulation/test_shared_cores.py).
+    assert found.step_seconds == pytest.approx(30)
+    assert found.notes[0].startswith("2 workers of a node share 1 core, ")
 
 
 def test_one_kind_that_is_like_the_cluster_changes_nothing() -> None:

@@ -10,6 +10,7 @@ Schedules are built and layers cut in ``predict.py``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,8 +22,10 @@ from counterflow.schedule.modes import Sync
 from counterflow.schedule.op import OpKind
 from counterflow.simulation import Costs, Simulation
 from counterflow.simulation.op_costs import StageOps
+from counterflow.simulation.shared_cores import SharedCores, core_wait_seconds
+from counterflow.simulation.timed_cache import timed
 
-from .cost.device_placement import Network, mesh, sum_over
+from .cost.device_placement import Network, mesh, shared_cores, sum_over
 from .cost.memory import (
     WorkerMemory,
     allowed,
@@ -171,7 +174,7 @@ class Play:
     @cached_property
     def seconds(self) -> float:
         """Seconds of one step, with or without a barrier as the model's config says."""
-        return self.step_seconds(self.timing.update)
+        return self.step_seconds(self.timing.update + self._core_wait)
 
     @cached_property
     def range_seconds(self) -> tuple[float, float] | None:
@@ -196,12 +199,10 @@ class Play:
     @property
     def steady_seconds(self) -> float:
         """Seconds of one step if steps follow each other without a barrier."""
-        return self.step_seconds(self.timing.steady)
+        return self.step_seconds(self.timing.steady + self._core_wait)
 
     def step_seconds(self, update_seconds: float) -> float:
-        """Seconds of one step if an update's ops, messages and sums take ``update_seconds`` without waits for
-        cores.
-        """
+        """Minimum seconds of one step whose ops, messages and sums take ``update_seconds`` in each update."""
         return (max(update_seconds, self._core_seconds) + self._update) * self.updates
 
     def update_limit(self, step_seconds: float) -> float:
@@ -209,22 +210,31 @@ class Play:
         return step_seconds / self.updates - self._update
 
     @cached_property
-    def _core_seconds(self) -> float:
-        """Minimum seconds of an update if workers share cores.
-
-        In whatever order, all cores together have to do the work of all workers; if nodes differ, those of
-        each node.
-        """
-        cluster = self.inputs.cluster
+    def _cores(self) -> SharedCores | None:
         if not self.inputs.devices.shares_cores:
+            return None
+        chosen = self.configuration
+        place = self.inputs.cluster, self.schedule.placement, chosen.replicas, chosen.arrangement
+        return shared_cores(*place, chosen.degrees.positions, nodes=chosen.nodes)
+
+    @cached_property
+    def _core_seconds(self) -> float:
+        """Minimum seconds of an update in any order: the work of a node's workers over its cores."""
+        shared, work = self._cores, self.timing.work
+        if shared is None:
             return 0.0
-        work = self.timing.work
-        if self.network.cores:
-            degree = self.inputs.degrees.positions
-            return max(degree * sum(work[w] for w in on) / cores for on, cores in self.network.cores)
-        assert cluster.cores is not None
-        devices = self.configuration.replicas * self.inputs.degrees.positions
-        return sum(work) * devices / (cluster.cores * cluster.nodes)
+        rows = zip(shared.cores, zip(*shared.threads, strict=True), strict=True)
+        return max(
+            math.fsum(seconds * count for seconds, count in zip(work, threads, strict=True)) / cores
+            for cores, threads in rows
+        )
+
+    @cached_property
+    def _core_wait(self) -> float:
+        """Additional seconds of an update as workers wait for cores; of asynchronous periods not known."""
+        if self._cores is None or not self.schedule.synchronous:
+            return 0.0
+        return core_wait_seconds(timed(self.schedule), self.costs, self._cores)
 
     @cached_property
     def _update(self) -> float:
@@ -378,7 +388,7 @@ class Play:
             messages=(without_sums - without_messages) * n,
             allreduce=(played.update - without_sums) * n,
             update=self._optimizer * n,
-            shared_cores=max(0.0, self._core_seconds - played.update) * n,
+            shared_cores=max(self._core_wait, self._core_seconds - played.update) * n,
             broadcasts=self.broadcast_seconds * n,
         )
 
@@ -386,8 +396,8 @@ class Play:
         sharing = [node for node, _ in self.inputs.devices.kinds_of_nodes() if node.shares_cores]
         notes = [
             f"{node.devices} workers of a node share {node.cores} "
-            f"core{'s' if node.cores != 1 else ''}: a step takes at least the work of all workers "
-            "divided by the cores, but waits for cores are not predicted"
+            f"core{'s' if node.cores != 1 else ''}, in equal shares while they compute; messages and sums "
+            "are predicted as if they had cores of their own"
             for node in dict.fromkeys(sharing)
         ]
         layers = self.inputs.profile.layers

@@ -25,6 +25,7 @@ import numpy as np
 
 from counterflow.schedule.ir import SkipLink
 from counterflow.schedule.placement import Placement
+from counterflow.simulation.shared_cores import SharedCores
 
 from ..inputs.cluster import Broadcasts, Cluster, Collective, Link, Node, all_reduce, broadcasts, slowest
 from ..search.node_orders import Ints, Runs, devices_in_row, node_of_devices
@@ -151,8 +152,6 @@ class Network:
             devices over all replicas; empty if all devices are alike.
         usable_bytes: memory of each worker on the smallest of these devices, without the reserve; empty if
             all are alike.
-        cores: for each node whose workers run on cores, these workers and the number of cores; empty if all
-            are alike.
     """
 
     latency_seconds: tuple[tuple[float, ...], ...]
@@ -164,7 +163,6 @@ class Network:
     broadcasts: tuple[Broadcasts, ...] = ()
     slowness: tuple[float, ...] = ()
     usable_bytes: tuple[float, ...] = ()
-    cores: tuple[tuple[tuple[int, ...], int], ...] = ()
 
 
 def network(
@@ -248,6 +246,33 @@ def sum_over(
     return all_reduce(cluster, counts.tolist(), _NodeTable(cluster).nodes(having))
 
 
+def shared_cores(
+    cluster: Cluster,
+    placement: Placement,
+    replicas: int,
+    arrangement: Arrangement,
+    positions: int,
+    *,
+    nodes: Runs = (),
+) -> SharedCores:
+    """The nodes of the workers, and their processor cores.
+
+    Args:
+        cluster: a cluster whose devices are workers on cores.
+        placement: which worker holds which stage.
+        replicas: copies of the whole pipeline group.
+        arrangement: which devices they are on.
+        positions: devices of each worker, which are on its node.
+        nodes: the order of the nodes.
+    """
+    node = _nodes(cluster, placement, replicas, arrangement, nodes)
+    cores = [kind.cores or 0 for kind, count in cluster.kinds_of_nodes() for _ in range(count)]
+    threads = np.zeros((placement.workers, len(cores)), dtype=np.int64)
+    for replica in node:
+        threads[np.arange(placement.workers), replica] += positions
+    return SharedCores(tuple(node[0].tolist()), tuple(cores), tuple(map(tuple, threads.tolist())))
+
+
 @dataclass(frozen=True, slots=True)
 class Holding:
     """Ranks that hold the same stages, on all replicas.
@@ -303,20 +328,13 @@ class _NodeTable:
         return slowest(node.between for node in self.nodes(np.concatenate((sender[away], receiver[away]))))
 
     def workers(self, node: Ints) -> tuple[Any, ...]:
-        """Slowness, usable bytes and shared cores of each worker; ``node`` is the node of each worker by
-        replica.
-        """
+        """Slowness and usable bytes of each worker; ``node`` is the node of each worker by replica."""
         if self._equal:
-            return (), (), ()
+            return (), ()
         kind = self._kind[node]
         slowness = np.array([node_kind.slowness for node_kind in self._kinds])[kind].max(axis=0)
         usable = np.array([node_kind.usable_bytes for node_kind in self._kinds])[kind].min(axis=0)
-        cores = tuple(
-            (tuple(np.nonzero(node == number)[1].tolist()), on.cores)
-            for number in np.unique(node)
-            if (on := self._kinds[self._kind[number]]).cores is not None
-        )
-        return tuple(slowness.tolist()), tuple(usable.tolist()), cores
+        return tuple(slowness.tolist()), tuple(usable.tolist())
 
 
 def _messages(placement: Placement, skips: Sequence[SkipLink]) -> Iterator[list[tuple[int, int]]]:
