@@ -175,3 +175,39 @@ def test_a_hook_that_the_loss_registers_too() -> None:
 
     launch(work, workers=2, transport="local")
     assert len(CALLS) == COUNT
+
+
+class HooksNode(nn.Linear):
+    """Halves the gradients of its weights by a hook of the node."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Output with the hook."""
+        output = super().forward(x)
+        if output.grad_fn is not None:
+            output.grad_fn.register_hook(
+                lambda gradients, _: tuple(None if g is None else g / 2 for g in gradients)
+            )
+        return output.tanh()
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, HooksNode])
+def test_a_hook_of_a_node_changes_the_weights_of_a_product(kind: type[nn.Linear]) -> None:
+    torch.manual_seed(0)
+    made = [kind(WIDTH, WIDTH, dtype=F) for _ in range(4)]
+    model = nn.Sequential(*deepcopy(made))
+    x, y = batch()
+
+    def work() -> tuple[dict[str, Tensor], bool]:
+        with Pipeline(made, functional.mse_loss, schemes.zb_h1(2, COUNT), optimizer=sgd) as pipeline:
+            pipeline.step(x, y)
+            hooked = [stage.split_planner.hooks.has_hooks for stage in pipeline.stages.values()]
+            return pipeline.model_state_dict(), all(hooked)
+
+    optimizer = sgd(list(model.parameters()))
+    for micro_batch in zip(x.chunk(COUNT), y.chunk(COUNT), strict=True):
+        (functional.mse_loss(model(micro_batch[0]), micro_batch[1]) / COUNT).backward()
+    optimizer.step()
+    for state, hooked in launch(work, workers=2, transport="local"):
+        assert hooked is (kind is HooksNode)  # without any, products take the short way
+        for name, tensor in model.state_dict().items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-12, atol=1e-12)

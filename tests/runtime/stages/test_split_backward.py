@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from counterflow.errors import ConfigError
+from counterflow.runtime.stages import weight_gradients
 from counterflow.runtime.stages.detach_points import DetachPoints
 from counterflow.runtime.stages.split_backward import SplitBackward, SplitBackwardPlanner
 
@@ -154,6 +155,18 @@ def norms() -> list[nn.Module]:
     ]
 
 
+def scaled_products() -> list[nn.Module]:
+    def scaled(s: Any, x: Tensor) -> Tensor:
+        rows: Tensor = torch.addmm(s.lin.bias, x.flatten(0, -2), s.lin.weight.t(), alpha=0.5, beta=2.0)
+        return rows.view(*x.shape)
+
+    return [Both(scaled, lin=linear()), linear()]
+
+
+def bias_used_twice() -> list[nn.Module]:
+    return [Both(lambda s, x: s.lin(x) * s.lin.bias, lin=linear()), linear()]
+
+
 def recurrent() -> list[nn.Module]:
     return [Both(lambda s, x: s.rnn(x)[0], rnn=nn.LSTM(WIDTH, WIDTH, batch_first=True)), linear()]
 
@@ -173,6 +186,8 @@ MODELS: dict[str, Callable[[], list[nn.Module]]] = {
     "hooks": hooked,
     "weights alone": weights_alone,
     "batch norms": norms,
+    "scaled products": scaled_products,
+    "a bias used twice": bias_used_twice,
     "recurrent": recurrent,
     "nothing to train": lambda: [nn.Tanh(), frozen(linear())],
     "one layer": lambda: [linear()],
@@ -298,6 +313,47 @@ def test_hooks_of_weights_are_called_once_a_micro_batch() -> None:
     run(layers, (torch.randn(2, 3, WIDTH),), split_planner)
     assert split_planner.is_split
     assert sorted(seen) == sorted(after) == sorted(3 * [*range(len(weights))])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_products_add_into_the_gradients_without_autograd(
+    bias: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = linear(bias=bias).to(dtype)
+    weights = list(layer.parameters())
+    x = torch.randn(2, 3, WIDTH, dtype=dtype, requires_grad=True)
+    above = torch.randn(2, 3, WIDTH, dtype=dtype)
+    expected = torch.autograd.grad(layer(x), weights, above)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    split = SplitBackward(SplitBackwardPlanner(0, lambda: weights, direct=True), [x])
+    split.input_gradient([layer(x)], [above])
+    monkeypatch.setattr(weight_gradients, "accumulate", None)
+    split.weight_gradients()
+    for weight, gradient in zip(weights, expected, strict=True):
+        assert weight.grad is not None
+        tolerance = 0.02 if dtype is torch.bfloat16 else 1e-5  # autograd rounds once more
+        torch.testing.assert_close(weight.grad, gradient + 1, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("gradient", [None, "double", "hooked"])
+def test_a_gradient_of_another_kind_is_left_to_autograd(gradient: str | None) -> None:
+    layer = linear(bias=False)
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    above = torch.randn(4, WIDTH)
+    (expected,) = torch.autograd.grad(layer(x), [layer.weight], above)
+    if gradient == "double":
+        layer.weight.grad_dtype = torch.float64
+        layer.weight.grad = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
+    elif gradient == "hooked":
+        layer.weight.register_hook(lambda gradient: 2 * gradient)
+        layer.weight.grad, expected = torch.zeros(WIDTH, WIDTH), 2 * expected
+    split = SplitBackward(SplitBackwardPlanner(0, lambda: [layer.weight], direct=True), [x])
+    split.input_gradient([layer(x)], [above])
+    split.weight_gradients()
+    assert layer.weight.grad is not None
+    torch.testing.assert_close(layer.weight.grad.float(), expected)
 
 
 def test_gradients_are_accumulated_in_place() -> None:

@@ -61,6 +61,15 @@ def saved_by(nodes: Iterable[Node]) -> Iterator[Tensor]:
                     yield saved.data
 
 
+def product_rows(node: Any) -> Tensor | None:
+    """Return the first factor that a node of a matrix product has saved; None: it scales its terms."""
+    if node.name() == "MmBackward0":
+        return cast("Tensor", getattr(node, "_saved_self"))  # noqa: B009 - public, in spite of its name
+    if getattr(node, "_saved_alpha") != 1 or getattr(node, "_saved_beta") != 1:  # noqa: B009
+        return None
+    return cast("Tensor", getattr(node, "_saved_mat1"))  # noqa: B009
+
+
 @cache
 def saved_names(kind: type[Node]) -> list[str]:
     """Attributes of a kind of node that contain saved tensors."""

@@ -289,7 +289,7 @@ def end_fsdp_backward(module: Any) -> None:
         state._root_post_backward_final_callback()  # noqa: SLF001
 
 
-def hook_tables(parameter: nn.Parameter) -> tuple[dict[int, Any], dict[int, Any]]:
+def hook_tables(parameter: Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
     """Tables of a parameter's hooks: of its gradient, and after its accumulation.
 
     Without: hooks are called for each micro-batch.

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from counterflow.common.tensors.graphs import variable
+from counterflow.common.tensors.torch_private import without_functions
 from counterflow.common.trees import mapped, versions
 
 from .graph_split import TraversedGraph, below, is_cut
@@ -49,6 +50,10 @@ class DetachPoints:
 
     def before(self, layer: int, value: Any) -> Any:
         """Input of a layer in place of ``value``, the previous layer's output."""
+        with without_functions():  # a node that is read here is none that the user's code reads
+            return self._before(layer, value)
+
+    def _before(self, layer: int, value: Any) -> Any:
         if self.split_planner.detached_layers is None:
             edges: list[GradientEdge] = []
             mapped(lambda tensor: _with_edge(tensor, edges), value)

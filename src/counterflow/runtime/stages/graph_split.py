@@ -39,6 +39,10 @@ _AT_ONCE = frozenset(("MkldnnRnnLayerBackward0", "CudnnRnnBackward0", "MiopenRnn
 """Nodes that compute all their gradients at once, whichever are requested."""
 
 
+_PRODUCTS = frozenset(("AddmmBackward0", "MmBackward0"))
+"""Nodes of matrix products; their last input is the second factor, the first of several a bias."""
+
+
 class TraversedGraph(NamedTuple):
     """A graph in the order of its traversal.
 
@@ -68,11 +72,14 @@ class Boundary(NamedTuple):
         node: number of the node.
         outputs: numbers of its outputs that are used.
         weights: nodes that accumulate the gradients of its weights.
+        is_product: True if the node multiplies rows with a transposed weight, which is the first of
+            ``weights``; a bias is the second.
     """
 
     node: int
     outputs: tuple[int, ...]
     weights: tuple[int, ...]
+    is_product: bool = False
 
 
 class GraphPartition(NamedTuple):
@@ -147,7 +154,12 @@ def partition_graph(
         if _at_once(nodes[n]) or all(parts.leaves[leaf].dim() < 2 for leaf in weights):
             early += weights
         else:
-            boundaries.append(Boundary(n, tuple(sorted(parts.outputs[n])), tuple(weights)))
+            outputs = tuple(sorted(parts.outputs[n]))
+            product = _weights_of_product(nodes[n], parts)
+            if product is not None and set(product) == set(weights):
+                boundaries.append(Boundary(n, outputs, product, is_product=True))
+            else:
+                boundaries.append(Boundary(n, outputs, tuple(weights)))
     later = parts.with_branches({boundary.node for boundary in boundaries})
     saved = [pair for n in sorted(later) for pair in slots(n, nodes[n])]
     used = pointers(tensor for _, tensor in saved if isinstance(tensor, Tensor))
@@ -166,6 +178,7 @@ class _Parts:
     """Backbone of a graph, and its branches; by numbers of nodes.
 
     Attributes:
+        numbers: numbers of the nodes.
         leaves: leaf tensors by the node that accumulates their gradient.
         weights: by backbone node, the weights on its branches alone.
         shared: weights on branches of several backbone nodes, or of an output.
@@ -173,7 +186,7 @@ class _Parts:
     """
 
     def __init__(self, graph: TraversedGraph, inputs: Sequence[Tensor]) -> None:
-        numbers = {node: number for number, node in enumerate(graph.nodes)}
+        self.numbers = numbers = {node: number for number, node in enumerate(graph.nodes)}
         edges = [
             [(numbers[child], output) for child, output in node.next_functions if child is not None]
             for node in graph.nodes
@@ -281,6 +294,20 @@ def _at_once(node: Node) -> bool:
     if _is_custom(node) or node.name() in _AT_ONCE:
         return True
     return any(not isinstance(saved, (Tensor, Packed)) for _, saved in slots(0, node))
+
+
+def _weights_of_product(node: Node, parts: _Parts) -> tuple[int, ...] | None:
+    """Return the nodes of the weight and the bias, if a node multiplies rows with a transposed weight."""
+    if node.name() not in _PRODUCTS:
+        return None
+    *terms, factor = (child for child, _ in node.next_functions)
+    if factor is None or factor.name() != "TBackward0":
+        return None
+    below = [child for child, _ in factor.next_functions] + terms[: len(terms) - 1]
+    numbers = tuple(parts.numbers[child] for child in below if child is not None)
+    if any(n not in parts.leaves or parts.leaves[n].is_complex() for n in numbers):
+        return None
+    return numbers
 
 
 def _is_custom(node: Node) -> bool:

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum, auto
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ from .sample_rows import SampleRows
 from .stage_wrappers import Run, StageWrapper
 
 _NOTHING = nullcontext()
+
+_NODE_OF = cast("Any", Tensor.grad_fn).__get__
+"""Function that is called where a forward reads ``tensor.grad_fn``."""
 
 
 class Half(Enum):
@@ -46,8 +49,10 @@ class HooksOnce(TorchFunctionMode, StageWrapper):
     def __init__(self) -> None:
         super().__init__()
         self.half = Half.NEITHER
-        self._has_hooks = False
-        """True if a forward has registered a hook: then all forwards are intercepted."""
+        self.has_hooks = False
+        """True if a forward has registered a hook, or read a node, on which it may have registered one: then
+        all forwards are intercepted, and autograd makes all weight gradients.
+        """
         self._step = -1
         self._watching: AbstractContextManager[object] = _NOTHING
         """Context of the loss of the current forward."""
@@ -67,7 +72,7 @@ class HooksOnce(TorchFunctionMode, StageWrapper):
     def watches(self, step: int) -> bool:
         """True if hooks are intercepted in this forward: the first of a step, or all if any hook exists."""
         first, self._step = step != self._step, step
-        return first or self._has_hooks
+        return first or self.has_hooks
 
     @contextmanager
     def making(self, half: Half) -> Iterator[None]:
@@ -81,11 +86,13 @@ class HooksOnce(TorchFunctionMode, StageWrapper):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         if func is Tensor.register_hook and len(args) == 2 and args[0].grad_fn is not None:
-            self._has_hooks = True
+            self.has_hooks = True
             args = args[0], _CalledOnce(args[1], self)
         elif func is Tensor.retain_grad and args[0].grad_fn is not None and not args[0].retains_grad:
-            self._has_hooks = True
+            self.has_hooks = True
             args[0].register_hook(_RetainGradReset(args[0], self))
+        elif func == _NODE_OF:
+            self.has_hooks = True
         return func(*args, **whole_call(func, kwargs or {}))
 
 

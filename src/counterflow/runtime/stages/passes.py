@@ -41,7 +41,8 @@ from .input_guard import copied
 from .interface import RunnableStage
 from .sample_rows import SampleRows
 from .saved_bytes import SavedBytes, SavedStorage
-from .split_backward import SplitBackward, accumulate
+from .split_backward import SplitBackward
+from .weight_gradients import accumulate
 
 Output = tuple[Any, list[Tensor]]
 """Structure of a stage's output, and its tensors."""

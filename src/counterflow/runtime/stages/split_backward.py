@@ -45,6 +45,7 @@ from .named_layer import NamedLayer
 from .replays import Packed, Replay
 from .sample_rows import SampleRows
 from .stage_wrappers import Run, StageWrapper
+from .weight_gradients import PendingProduct, PendingWeightGradients, accumulate
 
 _MOST_SHAPES = 64
 """Maximum number of shapes of graphs that are known at once."""
@@ -82,6 +83,8 @@ class SplitBackwardPlanner(StageWrapper):
         self._partitions: dict[Shape, GraphPartition] = {}
         self.gathered: Callable[[], AbstractContextManager[None]] = nullcontext
         """Context of weight gradients, in which the weights are whole."""
+        self.gathers = False
+        """True if weights are gathered there by hooks of autograd's backward."""
 
     def run_whole(self, gathered: Callable[[], AbstractContextManager[None]]) -> None:
         """Have no detach points, for hooks of modules that gather weights as one backward passes them.
@@ -89,7 +92,7 @@ class SplitBackwardPlanner(StageWrapper):
         Args:
             gathered: context in which the weights are whole.
         """
-        self.detached_layers, self.gathered = frozenset(), gathered
+        self.detached_layers, self.gathered, self.gathers = frozenset(), gathered, True
 
     @contextmanager
     def detaching(self) -> Iterator[DetachPoints]:
@@ -157,20 +160,6 @@ class _Plan(NamedTuple):
     places: Sequence[GradientEdge]
 
 
-class _PendingWeightGradients(NamedTuple):
-    """Backward that is left for weight gradients.
-
-    Attributes:
-        edges: edges where it begins.
-        gradients: gradients of ``edges``; empty: the edge is of a loss.
-        weights: weights whose gradients it makes; None: all.
-    """
-
-    edges: Sequence[GradientEdge]
-    gradients: Sequence[Tensor]
-    weights: Sequence[Tensor] | None
-
-
 class SplitBackward:
     """The backward of one forward of a stage, in two.
 
@@ -190,7 +179,7 @@ class SplitBackward:
         self._inputs = [tensor for tensor in inputs if tensor.requires_grad]
         self._detach_points = detach_points.points if detach_points is not None else []
         self._replays = detach_points.replays if detach_points is not None else []
-        self._pending: list[_PendingWeightGradients] = []
+        self._pending: list[PendingWeightGradients] = []
         self._saved: list[Any] = []
         self._ahead: _Plan | None = None
 
@@ -247,10 +236,10 @@ class SplitBackward:
 
     def weight_gradients(self) -> None:
         """Accumulate the gradients that ``input_gradient`` left."""
-        with self.split_planner.hooks.making(Half.WEIGHT_GRADIENTS), self.split_planner.gathered():
+        split_planner = self.split_planner
+        with split_planner.hooks.making(Half.WEIGHT_GRADIENTS), split_planner.gathered(), torch.no_grad():
             while self._pending:
-                edges, gradients, weights = self._pending.pop(0)
-                accumulate(edges, gradients, into=weights, direct=self.split_planner.direct)
+                self._pending.pop(0).accumulate(direct=split_planner.direct)
 
     def _piece(
         self,
@@ -266,7 +255,7 @@ class SplitBackward:
             return
         direct = self.split_planner.direct
         if not inputs:
-            self._pending.append(_PendingWeightGradients(edges, gradients, None))
+            self._pending.append(PendingWeightGradients(edges, gradients, None))
             if look:
                 numbered = enumerate(traverse(edges, inputs).nodes)
                 self._saved += (saved for number, node in numbered for _, saved in slots(number, node))
@@ -319,43 +308,16 @@ class SplitBackward:
         nodes: Sequence[Node],
         reached: Sequence[tuple[GradientEdge, Tensor | None]],
     ) -> None:
-        at = 0
+        at, runs_nodes = 0, self.split_planner.hooks.has_hooks or self.split_planner.gathers
         for boundary in partition.boundaries:
             of_boundary = reached[at : at + len(boundary.outputs)]
             at += len(of_boundary)
             known = [(place, gradient) for place, gradient in of_boundary if gradient is not None]
             if known:
                 leaves = [variable(nodes[n]) for n in boundary.weights]
-                self._pending.append(
-                    _PendingWeightGradients([p for p, _ in known], [g for _, g in known], leaves)
-                )
-
-
-def accumulate(
-    edges: Sequence[Any],
-    gradients: Sequence[Tensor],
-    *,
-    into: Sequence[Tensor] | None,
-    direct: bool,
-) -> None:
-    """Run a backward that accumulates the gradients of some leaves, or of all.
-
-    Args:
-        edges: edges where it begins.
-        gradients: gradients of ``edges``; empty: the edge is of a loss.
-        into: the leaves; None: all.
-        direct: True to skip ``torch.autograd.backward``'s checks, for gradients that have the outputs'
-            shapes: the checks take as long in Python as all else that an op costs here, and the engine has
-            its own. For the CPU only, where the graph runs in this thread and no context has to be carried
-            into another.
-    """
-    if not direct or not gradients:
-        torch.autograd.backward(edges, gradients or None, inputs=into)
-    else:
-        run_backward(
-            tuple(edges), tuple(gradients), False, False, tuple(into or ()), allow_unreachable=True,
-            accumulate_grad=True,
-        )  # fmt: skip
+                edges, gradients = [place for place, _ in known], [gradient for _, gradient in known]
+                kind = PendingWeightGradients if runs_nodes or not boundary.is_product else PendingProduct
+                self._pending.append(kind(edges, gradients, leaves))
 
 
 def _captured(
