@@ -11,10 +11,12 @@ of, of the packages that are installed, some of each package in turn; their loss
 outputs, whatever structure these have.
 
 For each, processes of this machine run ``cf.Pipeline(model, loss, "auto", example=...)`` with an empty cache
-of profiles, then steps of the planned pipeline, of which the quieter half counts (the mean of it). Memory is
-that of the fullest worker: planned from the profile, counted without a step by ``Pipeline.memory``, and
-measured as in ``memory.py``, in steps of the same plan. The minutes beside them are those of everything:
-processes, capture, measuring, planning, and both runs.
+of profiles, then steps of the planned pipeline, of which the quieter half counts (the mean of it). The cores
+of a virtual machine run at 0.6 of their speed for seconds or minutes (``machine_speed.py``), so the planned
+step is also told at the speed that the cores had during the steps; a model whose profile or steps saw the
+speed change is measured again, up to three times. Memory is that of the fullest worker: planned from the
+profile, counted without a step by ``Pipeline.memory``, and measured as in ``memory.py``, in steps of the same
+plan. The minutes beside them are those of everything: processes, capture, measuring, planning, and both runs.
 
 After ``--minutes`` no further model begins, and the table says how many are left out.
 """
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import math
 import os
 import statistics
@@ -36,6 +39,7 @@ from typing import Any
 import captured
 import torch
 from kit import arguments, keep, machine, machine_line
+from machine_speed import MachineSpeed
 from memory import peak_of_steps
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, max_pool2d, mse_loss, silu
@@ -48,6 +52,12 @@ SAMPLES = 16
 
 WARM_UP = 3
 """Steps that are not timed."""
+
+STEADY = 1.15
+"""Spread of the cores' speed up to which it is steady."""
+
+ATTEMPTS = 3
+"""Maximum number of measurements of a model."""
 
 CAPTURED = 20
 """Number of models of ``captured.py``."""
@@ -213,6 +223,24 @@ class Run:
     counted_bytes: int
     peak_bytes: int
     seconds: list[float]
+    profiled: tuple[float, float]
+    """Time at which the profile began and ended, of ``time.monotonic``."""
+    stepped: tuple[float, float]
+    """Time at which the timed steps began and ended."""
+
+
+class Times(logging.Handler):
+    """Times of the messages of ``schedule="auto"``, between the first two of which it measures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+        logging.getLogger("counterflow.auto").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Note the time of a message."""
+        del record
+        self.seconds.append(time.monotonic())
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +256,15 @@ class Row:
     planned_bytes: float = math.nan
     counted_bytes: float = math.nan
     measured_bytes: float = math.nan
+    speed: float = math.nan
+    """Time of a fixed work during the steps over that during the profile."""
+    spread: float = math.nan
+    """Spread of the cores' speed in either."""
+
+    @property
+    def adjusted_seconds(self) -> float:
+        """Planned seconds at the speed that the cores had during the steps."""
+        return self.planned_seconds * self.speed
 
     def error(self, predicted: str, unit: str) -> float:
         """Relative error of a prediction."""
@@ -241,11 +278,16 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 def work(name: str, steps: int) -> Run:
     """Plan and run a model on a worker."""
     warnings.simplefilter("ignore")
+    times = Times()
     model, loss, example = parts_of(name)
     pipeline = cf.Pipeline(model, loss, "auto", example=example, optimizer=adamw)
     plan = pipeline.choice
     assert plan is not None
-    seconds = [pipeline.step(*example).seconds for _ in range(WARM_UP + steps)][WARM_UP:]
+    for _ in range(WARM_UP):
+        pipeline.step(*example)
+    begin = time.monotonic()
+    seconds = [pipeline.step(*example).seconds for _ in range(steps)]
+    stepped = begin, time.monotonic()
     pipeline.close()
     del pipeline, model
     gc.collect()  # what goes later would go from the second run's bytes
@@ -261,10 +303,20 @@ def work(name: str, steps: int) -> Run:
     counting = make()
     counted = counting.memory(*example).peak_bytes
     counting.close()
-    return Run(str(plan.schedule), plan.step_seconds, plan.peak_bytes, counted, peak, seconds)
+    measured = plan.step_seconds, plan.peak_bytes, counted, peak, seconds
+    profiled = (times.seconds[0], times.seconds[-1]) if times.seconds else (0.0, 0.0)
+    return Run(str(plan.schedule), *measured, profiled, stepped)
 
 
-def row_of(name: str, *, workers: int, steps: int) -> Row:
+def row_of(name: str, speed: MachineSpeed, *, workers: int, steps: int) -> Row:
+    """The measurement of a model in which the cores' speed was steadiest."""
+    rows: list[Row] = []
+    while len(rows) < ATTEMPTS and not (rows and (rows[-1].problem or rows[-1].spread <= STEADY)):
+        rows.append(measured_row(name, speed, workers=workers, steps=steps))
+    return rows[-1] if rows[-1].problem else min(rows, key=lambda row: row.spread)
+
+
+def measured_row(name: str, speed: MachineSpeed, *, workers: int, steps: int) -> Row:
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as cache:
         os.environ["COUNTERFLOW_CACHE"] = cache
@@ -275,20 +327,23 @@ def row_of(name: str, *, workers: int, steps: int) -> Row:
     first = runs[0]
     slowest = [max(times) for times in zip(*(run.seconds for run in runs), strict=True)]
     quieter = sorted(slowest)[: max(1, len(slowest) // 2)]
+    in_profile, in_steps = speed.between(*first.profiled), speed.between(*first.stepped)
     return Row(
         *(name, (time.perf_counter() - began) / 60, "", first.plan),
         *(first.planned_seconds, statistics.fmean(quieter)),
         *(first.planned_bytes, first.counted_bytes, max(run.peak_bytes for run in runs)),
+        *(in_steps.seconds / in_profile.seconds, max(in_steps.spread, in_profile.spread)),
     )
 
 
 def line_of(row: Row) -> str:
     minutes = f"{row.minutes:.1f}"
     if row.problem:
-        return f"| {row.model} | {minutes} | no: {row.problem[:120]} | | | | | | |"
+        return f"| {row.model} | {minutes} | no: {row.problem[:120]} | | | | | | | | |"
     cells = [
         *(f"{1e3 * row.planned_seconds:.1f}", f"{1e3 * row.measured_seconds:.1f}"),
-        f"{row.error('planned', 'seconds'):+.1%}",
+        *(f"{row.error('planned', 'seconds'):+.1%}", f"{row.speed:.2f}", f"{row.spread:.2f}"),
+        f"{row.error('adjusted', 'seconds'):+.1%}",
         *(f"{row.measured_bytes / 2**20:.2f}", f"{row.error('planned', 'bytes'):+.1%}"),
         f"{row.error('counted', 'bytes'):+.1%}",
     ]
@@ -300,6 +355,7 @@ def summary(rows: list[Row], omitted: int) -> Iterator[str]:
     yield f"{len(run)} of {len(rows)} models planned and run without glue; {omitted} not begun"
     for predicted, unit, name in (
         ("planned", "seconds", "planned step"),
+        ("adjusted", "seconds", "planned step at the speed of the steps"),
         ("planned", "bytes", "planned memory"),
         ("counted", "bytes", "counted memory"),
     ):
@@ -323,20 +379,22 @@ def main() -> None:
     options = parser.parse_args()
     names = options.models or [*OWN, *captured_names()]
     before, about, rows = time.perf_counter(), machine(), list[Row]()
-    heading = "| model | minutes | plan | planned ms | measured ms | error | MiB | planned | counted |"
+    columns = "model", "minutes", "plan", "planned ms", "measured ms", "error", "slower", "spread", "adjusted"
     lines = [
         f"# python benchmarks/own_models.py, {options.workers} workers, {machine_line(about)}",
+        "# slower: the cores during the steps, over those during the profile; adjusted: the error with it",
         "",
-        heading,
-        "|---|--:|---|--:|--:|--:|--:|--:|--:|",
+        f"| {' | '.join((*columns, 'MiB', 'planned', 'counted'))} |",
+        "|---|--:|---|" + 9 * "--:|",
     ]
     print(*lines, sep="\n", flush=True)
-    for name in names:
-        if time.perf_counter() - before > 60 * options.minutes:
-            break
-        rows.append(row_of(name, workers=options.workers, steps=options.steps))
-        lines.append(line_of(rows[-1]))
-        print(lines[-1], flush=True)
+    with MachineSpeed() as speed:
+        for name in names:
+            if time.perf_counter() - before > 60 * options.minutes:
+                break
+            rows.append(row_of(name, speed, workers=options.workers, steps=options.steps))
+            lines.append(line_of(rows[-1]))
+            print(lines[-1], flush=True)
     ends = ["", *summary(rows, len(names) - len(rows))]
     print(*ends, sep="\n")
     if options.keep:
