@@ -139,7 +139,6 @@ class _Ring:
         return around
 
     def _runs(self, step: int, shares: Sequence[Tensor], gradients: Sequence[Tensor] = ()) -> Iterator[_Run]:
-        """Chunks of the share that is here after some exchanges."""
         count = self._share.count
         chunks = chunks_of(Share((self._share.number - step) % count, count))
         for number, start in enumerate(self._starts):

@@ -287,7 +287,6 @@ class _Panel:
                 )
 
     def _steady(self, axes: Axes, steady: Sequence[tuple[float, float]]) -> None:
-        """Two staircases through the rows: where each worker's steady part begins and ends."""
         for side in (0, 1):
             at = [window[side] for window in steady]
             axes.plot(

@@ -211,7 +211,6 @@ def _runs(boxes: Sequence[Box], width: int, grid: Grid) -> Iterator[tuple[int, i
 
 
 def _dominant(boxes: Sequence[Box], width: int, slot: float) -> Iterator[Box | None]:
-    """For each slice of time the box that fills most of it; None if that is a bubble."""
     index = 0
     for column in range(width):
         begin, end = column * slot, (column + 1) * slot

@@ -76,7 +76,7 @@ def places_of(
         begins.append(begin)
     if None in offsets:
         return places, recorded_call_lists(records)
-    return places, _rest(schedule, begins)
+    return places, _remaining_steps(schedule, begins)
 
 
 def _calls(row: Sequence[CallStep]) -> list[_Call]:
@@ -97,7 +97,7 @@ def _offsets(records: Sequence[FlightRecord], schedule: CallLists) -> list[int |
         def lacking(offset: int, rank: int = rank, known: list[int] = known) -> int:
             ends = {peer: (offsets[peer] or 0) + _first_incomplete(records[peer]) for peer in known}
             end = offset + _first_incomplete(records[rank])
-            return sum(_difference(calls, (rank, end), (peer, at)) for peer, at in ends.items())
+            return sum(_unreceived_messages(calls, (rank, end), (peer, at)) for peer, at in ends.items())
 
         offsets[rank] = min(fits[rank], key=lacking, default=None)
     return offsets
@@ -114,8 +114,7 @@ def _fits(record: FlightRecord, calls: list[_Call]) -> list[int]:
     ]
 
 
-def _difference(calls: list[list[_Call]], first: tuple[int, int], second: tuple[int, int]) -> int:
-    """Messages between two ranks that one of them sent and the other did not receive, at places of both."""
+def _unreceived_messages(calls: list[list[_Call]], first: tuple[int, int], second: tuple[int, int]) -> int:
     total = 0
     for (sender, sent), (receiver, received) in ((first, second), (second, first)):
         sends = [place for place, call in enumerate(calls[sender]) if call == (CallSide.SEND, receiver)]
@@ -154,7 +153,6 @@ def _unplaced(record: FlightRecord, remark: str) -> DumpPlace:
 
 
 def _placed(record: FlightRecord, row: Sequence[CallStep], offset: int) -> tuple[DumpPlace, tuple[int, int]]:
-    """A rank's place, and the number of its training step with the place of its step in the list."""
     owners = [place for place, step in enumerate(row) for _ in step.parts]
     place = _unplaced(record, "")
     if not owners:
@@ -169,8 +167,7 @@ def _placed(record: FlightRecord, row: Sequence[CallStep], offset: int) -> tuple
     return replace(place, step=training_step, action=step.label, ops=ops or makers), (training_step, at)
 
 
-def _rest(schedule: CallLists, begins: Sequence[tuple[int, int]]) -> CallLists:
-    """The schedule from each rank's place to the end of the last training step that a rank is in."""
+def _remaining_steps(schedule: CallLists, begins: Sequence[tuple[int, int]]) -> CallLists:
     last = max(step for step, _ in begins)
     rows: list[tuple[CallStep, ...]] = []
     for row, (first, at) in zip(schedule.ranks, begins, strict=True):

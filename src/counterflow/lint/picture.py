@@ -34,7 +34,7 @@ def draw_circle(lists: CallLists, play: WaitPlay, path: Path) -> None:
     columns: dict[tuple[int, int], tuple[int, int]] = {}
     lanes: list[WaitLane] = []
     for lane, rank in enumerate(sorted(places)):
-        shown = _shown(places[rank], len(lists.ranks[rank]))
+        shown = _drawn_places(places[rank], len(lists.ranks[rank]))
         labels = ["…" if at < 0 else lists.ranks[rank][at].label for at in shown]
         columns |= {(rank, at): (lane, column) for column, at in enumerate(shown) if at >= 0}
         marked = tuple(column for column, at in enumerate(shown) if at in stuck.get(rank, ()))
@@ -48,8 +48,7 @@ def draw_circle(lists: CallLists, play: WaitPlay, path: Path) -> None:
     draw_waits(lanes, arrows, path, title=title)
 
 
-def _shown(places: set[int], count: int) -> list[int]:
-    """Places of steps that are drawn; -1: several that are left out."""
+def _drawn_places(places: set[int], count: int) -> list[int]:
     shown: list[int] = []
     wanted = sorted(places)
     for before, at in zip([None, *wanted], wanted, strict=False):

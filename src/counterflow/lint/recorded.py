@@ -96,8 +96,6 @@ def _place(location: tuple[int | str, ...]) -> str:
 
 
 class _Rows:
-    """Steps of a rank, written entry by entry."""
-
     def __init__(
         self, entries: list[RecordedStep], rank: int, count: int, known: CommunicatorScope, name: str
     ) -> None:

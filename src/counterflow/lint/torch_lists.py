@@ -139,8 +139,6 @@ def _actions(word: str, place: str) -> Iterator[TorchAction]:
 
 
 class _Steps:
-    """Steps of a rank, written cell by cell."""
-
     def __init__(
         self,
         row: list[TorchCell],

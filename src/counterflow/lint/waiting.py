@@ -66,8 +66,6 @@ Event = tuple[Happening, PartId]
 
 @dataclass(slots=True)
 class _Queue:
-    """A list to be played, of a rank or one of its streams."""
-
     rank: int
     stream: str = ""
     steps: list[int] = field(default_factory=list)

@@ -124,7 +124,7 @@ class OpTimer:
             for row in timeline:
                 for op, start, end in row:
                     turn.ops[op.kind, op.stage].append(_by_wall(end - start))
-                turn.gaps += [_by_wall(b[1] - a[2]) for a, b in pairwise(row) if self._waits_for_none(b[0])]
+                turn.gaps += [_by_wall(b[1] - a[2]) for a, b in pairwise(row) if self._takes_no_message(b[0])]
         self._turns.append(turn)
 
     def _read_laps(self, turn: _Turn) -> None:
@@ -133,7 +133,7 @@ class OpTimer:
         turn.gaps += [
             thread_lap(before.end, after.begin)
             for before, after in pairwise(self._laps)
-            if self._waits_for_none(after.op)
+            if self._takes_no_message(after.op)
         ]
 
     def times(self, quietest: float = 1.0) -> OpTimes:
@@ -187,8 +187,7 @@ class OpTimer:
             tuple(spread),
         )
 
-    def _waits_for_none(self, op: Op) -> bool:
-        """True if an op takes the mini-batch, or its stage's loss."""
+    def _takes_no_message(self, op: Op) -> bool:
         return op.stage == (0 if op.kind.is_forward else self._last_stage)
 
 

@@ -26,7 +26,7 @@ def experts_of(layer: nn.Module, output_bytes: float) -> Experts | None:
     """
     modules = [*expert_modules(layer)]
     counts = {module.get_parameter(names[0]).shape[0] for module, names in modules}
-    chosen = {_chosen(layer, module) for module, _ in modules}
+    chosen = {_experts_per_token(layer, module) for module, _ in modules}
     if len(counts) != 1 or len(chosen) != 1 or None in chosen:
         return None
     (count,), (of_token,) = counts, chosen
@@ -49,8 +49,7 @@ def experts_of(layer: nn.Module, output_bytes: float) -> Experts | None:
     )
 
 
-def _chosen(layer: nn.Module, experts: nn.Module) -> int | None:
-    """Experts of a token, which the experts, their config or a router of the layer say."""
+def _experts_per_token(layer: nn.Module, experts: nn.Module) -> int | None:
     places: list[Any] = [experts, getattr(experts, "config", None), *layer.modules()]
     numbers = (getattr(place, name, None) for place in places for name in _CHOSEN)
     return next((number for number in numbers if type(number) is int), None)

@@ -305,7 +305,7 @@ class _OrderSearch:
     def _order(self, job: _Job, seconds: float) -> bool:
         until = time.monotonic() + seconds
         free = self._constraints.cuts is Cutting.BALANCED
-        result = self._synthesize(job, self._begun(job), seconds * (_FIRST if free else 1.0), None)
+        result = self._synthesize(job, self._warm_started(job), seconds * (_FIRST if free else 1.0), None)
         self._computed.append(result)
         for _ in range(_TURNS if free else 0):
             if result.synthesis.stopped or (self._moves is None and time.monotonic() >= until):
@@ -319,8 +319,7 @@ class _OrderSearch:
             self._computed[-1] = result = recomputed
         return result.synthesis.stopped
 
-    def _begun(self, job: _Job) -> Play:
-        """The job, begun with the order and stages found for the same micro-batches with whole backwards."""
+    def _warm_started(self, job: _Job) -> Play:
         plan = job.play.configuration
         if not _is_split(job.play.schedule.workload):
             return job.play

@@ -245,11 +245,6 @@ def _costs(
     samples: int,
     micro_batches: int,
 ) -> ComparisonCosts:
-    """The costs that were given, or those of a profile.
-
-    Raises:
-        ConfigError: both are given, only a part of a profile, or costs of stages.
-    """
     if costs_of is CostsOf.STAGE:
         raise ConfigError("costs_of='stage': stages of different schemes differ in size; use worker or model")
     model, profile, cluster = inputs

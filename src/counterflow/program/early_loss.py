@@ -56,7 +56,7 @@ def _when_reported(actions: Sequence[Action], last: int) -> int:
     if losses and at + 1 < len(ops):
         after = ops[at + 1][1]
         at += after.stage == last or after.kind.takes is None  # the inputs of these exist
-    while at + 1 < len(ops) and _pairs(actions, ops[at + 1][1]):
+    while at + 1 < len(ops) and _continues_pair(actions, ops[at + 1][1]):
         at += 1
     end = ops[at][0] + 1
     while isinstance(actions[end], Send):
@@ -64,6 +64,5 @@ def _when_reported(actions: Sequence[Action], last: int) -> int:
     return end
 
 
-def _pairs(actions: Sequence[Action], op: Op) -> bool:
-    """True if an op belongs to a pair that it does not begin."""
+def _continues_pair(actions: Sequence[Action], op: Op) -> bool:
     return any(isinstance(action, Compute) and op in action.pair[1:] for action in actions)

@@ -169,9 +169,6 @@ def _other_actions(actions: Iterable[Action]) -> Iterator[tuple[int, Action]]:
 def _woven(
     order: Sequence[Op], gaps: dict[int, list[Tagged]], start: int, stop: int, number: int
 ) -> Iterator[Action]:
-    """The ops ``start`` to ``stop`` of an order with all actions in the gaps that belong to segment
-    ``number``.
-    """
     for index in range(start, stop + 1):
         yield from (action for tag, action in gaps.get(index, ()) if tag == number)
         if index < stop:

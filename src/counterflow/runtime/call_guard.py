@@ -1,4 +1,4 @@
-"""Which calls of a pipeline are refused now, and how the others learn that one has failed.
+"""Refusals of calls that a pipeline cannot run now, and reports of failed calls to the other workers.
 
 Invariant: a call that would leave other workers waiting is refused before it sends anything, and an error
 within one reaches them all. A call that fails in the midst closes the pipeline: gradients, buffers and
@@ -87,7 +87,7 @@ class CallGuard:
 
     @property
     def failed(self) -> bool:
-        """Whether a call failed in the midst, which closed the pipeline."""
+        """True if a call failed in the midst, which closed the pipeline."""
         return self._failure is not None
 
     def require_working(self) -> None:

@@ -38,12 +38,12 @@ class Settings(NamedTuple):
 
 
 class Sampling:
-    """How many tokens are added, and how each is chosen.
+    """Number of tokens to generate, and the choice of each.
 
     Args:
-        tokens: how many.
+        tokens: their number.
         temperature: divisor of the logits; 0 chooses the most likely token.
-        top_k: how many of the most likely tokens are drawn from; None: all.
+        top_k: number of the most likely tokens that are drawn from; None: all.
         seed: of the draws.
         end: token after which a sample has ended, and is filled with it; None: there is none.
 
@@ -93,7 +93,7 @@ class GenerationCheck:
         """Most tokens after a prompt of which the last one was compared."""
 
     def due(self, token: int, tokens: int) -> bool:
-        """Whether the ``token``-th of ``tokens`` that run alone after a prompt is to be compared."""
+        """True if the ``token``-th of ``tokens`` that run alone after a prompt is to be compared."""
         return token > self._compared and (token == tokens or is_doubling(token))
 
     def compare(self, token: int, alone: Tensor, together: Tensor) -> None:
@@ -139,7 +139,7 @@ def generated(
         ConfigError: there is no prompt, workers have other settings, the output has no logits, or layers
             make something else of a token after others than of all in one piece.
     """
-    tokens = prompts = _everywhere(stages, workers, prompt, sampling)
+    tokens = prompts = _broadcast_prompt(stages, workers, prompt, sampling)
     samples, length = len(prompts), prompts.shape[1] + sampling.tokens
     if not samples:  # others have some, and each run is one of all
         tokens = prompts.new_zeros(1, prompts.shape[1])
@@ -171,14 +171,9 @@ def _all_ended(workers: Workers, sampling: Sampling, ended: Tensor) -> bool:
     return here if len(workers.ranks) == 1 else all(workers.transport.gather_objects(here))
 
 
-def _everywhere(
+def _broadcast_prompt(
     stages: Mapping[int, LocalStage], workers: Workers, prompt: Tensor | None, sampling: Sampling
 ) -> Tensor:
-    """The replica's prompt, on every worker.
-
-    Raises:
-        ConfigError: a replica has none, none has samples, or workers have other settings.
-    """
     local_prompt = prompt.cpu() if isinstance(prompt, Tensor) and 0 in stages else None
     rows = cast(
         "Sequence[tuple[Settings, Tensor | None]]",

@@ -1,4 +1,4 @@
-"""What a pipeline shows of its run: timelines, stages that cannot be split, compiled layers."""
+"""Views of a pipeline's run: timelines, stages that cannot be split, compiled layers."""
 
 from __future__ import annotations
 

@@ -380,7 +380,7 @@ class Pipeline(PipelineStates, PipelineProperties):
         )
 
     def predict(self, inputs: Any = None, *, kwargs: Mapping[str, Any] | None = None) -> Any:
-        """What the last layer gives for the replica's samples, in their order, on every worker.
+        """Outputs of the last layer for the replica's samples, in their order, on every worker.
 
         No gradients, evaluation mode. Tensors and numbers are put together as ``output_dims`` says. Flushes
         first what is in flight.

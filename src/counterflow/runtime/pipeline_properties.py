@@ -63,7 +63,7 @@ class PipelineProperties:
 
     @property
     def loss_scale(self) -> float | None:
-        """What the losses of the next step are multiplied by, on every worker; None: they are not scaled."""
+        """Factor of the losses of the next step, on every worker; None: they are not scaled."""
         scaling = self._engine.weights.loss_scale
         return None if scaling is None else scaling.scale
 
@@ -133,7 +133,7 @@ class PipelineProperties:
 
     @property
     def compiled(self) -> dict[int, tuple[CompiledLayers, ...]]:
-        """What is compiled as one function in training, by stage of this worker; empty without ``compile``.
+        """Layers compiled as one function in training, by stage of this worker; empty without ``compile``.
 
         Consecutive layers are one function where nothing is around each of them. Each one that is alone says
         why (``alone``): it draws random numbers, has skips, is computed again by itself, or its stage's

@@ -36,7 +36,7 @@ class PipelineStates:
         self._engine.state_dicts.start_ema(decay)
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Within this context ``evaluate`` and ``predict`` are those of the average; all workers enter it.
+        """Context in which ``evaluate`` and ``predict`` use the average; all workers enter it.
 
         Flushes first what is in flight. This worker's weights are kept once more meanwhile.
 
@@ -83,7 +83,7 @@ class PipelineStates:
         return self._engine.state_dicts.local_weights(ema=ema)
 
     def stream_weights(self, rank: int = 0, *, ema: bool = False) -> Iterator[tuple[str, Any]]:
-        """What ``model_state_dict`` has, name by name on one rank, which has one tensor at a time in memory.
+        """Names and values of ``model_state_dict`` on one rank, with one tensor at a time in memory.
 
         All workers call it. On ``rank`` it gives names with their values, and all are taken before the next
         call of the pipeline: who stops in the midst (``break``) takes the rest unseen. On the other ranks it

@@ -137,8 +137,6 @@ _ACTIVATIONS, _RECOMPUTED, _OPERANDS, *_ = Saved
 
 
 class _Facts(NamedTuple):
-    """Row of the table; ``OpKind`` explains the columns."""
-
     word: str
     first: Product | None = None
     takes: Product | None = None

@@ -57,8 +57,6 @@ _CHOICES: tuple[_Key, ...] = (("schedule", "scheme"), ("schedule", "file"))
 
 @dataclass(slots=True)
 class _Layers:
-    """Values by section and key, with the source of each; applies each layer to those below it."""
-
     file: str
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[_Key, str] = field(default_factory=dict)

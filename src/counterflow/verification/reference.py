@@ -245,7 +245,6 @@ class Reference:
                 parameter.copy_(self._history[version][number])
 
     def _call_hooks(self) -> None:
-        """Call hooks with the gradients and the weights that these will change."""
         if self.staleness is not None:
             with torch.no_grad():
                 for parameter, latest in zip(self.parameters, self._history[-1], strict=True):

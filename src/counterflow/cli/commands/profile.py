@@ -129,7 +129,6 @@ def _progress(*, shown: bool) -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _spread(low: Sequence[float], high: Sequence[float]) -> str:
-    """The first of some low and high quantiles, as changes."""
     return f"{low[0] - 1:+.0%} {high[0] - 1:+.0%}" if low and high else ""
 
 

@@ -197,7 +197,7 @@ class TitanNames:
         biases = {current: name for current, name in spelled.items() if self._lacks(current)}
         forms: dict[str, TitanForm] = {}
         for current in sorted(spelled.keys() - biases.keys()):
-            name = self._name_of(current)
+            name = self._model_name(current)
             if name is None:
                 raise ConfigError(f"{place}: no model of type {self.kind!r} has {spelled[current]}")
             form = self.form(name)
@@ -208,10 +208,9 @@ class TitanNames:
         return dict(sorted(forms.items())), [*biases.values()]
 
     def _lacks(self, current: str) -> bool:
-        return current.endswith(f".{_BIAS}") and self._name_of(current) is None
+        return current.endswith(f".{_BIAS}") and self._model_name(current) is None
 
-    def _name_of(self, current: str) -> str | None:
-        """The model's name of a weight with a name in torchtitan; None: it has no such weight."""
+    def _model_name(self, current: str) -> str | None:
         match = _LAYER.match(current)
         table = self._table.items()
         inner = next((name for name, form in table if match and match[3] in form.names), None)

@@ -36,7 +36,7 @@ def by_model_names(table: Table, read: Read, folder: Path) -> tuple[Table, Read]
     Raises:
         ConfigError: weights are quantized, or in a form that needs more than these tensors.
     """
-    model = _model(folder)
+    model = _meta_model(folder)
     if model is None:
         return table, read
     if getattr(model.config, "quantization_config", None) is not None:
@@ -70,7 +70,7 @@ def by_file_names(table: Table, read: Read, folder: Path) -> tuple[Table, Read]:
         read: function of such a name that returns the tensor.
         folder: folder with the model's config.
     """
-    model = _model(folder)
+    model = _meta_model(folder)
     if model is None or not table.keys() <= model.state_dict().keys():
         return table, read
     forms = FileForms(model)
@@ -84,8 +84,6 @@ def by_file_names(table: Table, read: Read, folder: Path) -> tuple[Table, Read]:
 
 
 class _Pieces:
-    """Tensors of files, of which those of one weight are made at once."""
-
     def __init__(self, forms: FileForms, sources: Mapping[str, str], read: Read) -> None:
         self._forms, self._sources, self._read = forms, sources, read
         self._pieces: dict[str, Tensor] = {}
@@ -98,8 +96,7 @@ class _Pieces:
         return self._pieces.pop(key)
 
 
-def _model(folder: Path) -> Any:
-    """The model of a folder on the meta device; None if transformers does not know it."""
+def _meta_model(folder: Path) -> Any:
     if not (folder / "config.json").is_file() or importlib.util.find_spec("transformers") is None:
         return None
     try:

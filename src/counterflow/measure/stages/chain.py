@@ -31,7 +31,7 @@ _Described = tuple[Structure | None, list[tuple[torch.Size, torch.dtype, bool]]]
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """What this worker's stages are run on, of a share of the sequence.
+    """Inputs, target and outputs of this worker's stages for a share of the sequence.
 
     Attributes:
         share: the share.

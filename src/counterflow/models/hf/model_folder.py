@@ -84,7 +84,7 @@ class _Weight:
 
     @classmethod
     def of(cls, name: str, value: Tensor, forms: FileForms) -> _Weight:
-        """What the files have of a weight with this name."""
+        """Pieces of a weight of this name in the files."""
         first, shape = None, tuple(value.shape)
         if forms.by_expert(name) and is_dtensor(value) and has_blocks(value):
             shape, (first, *_) = local_shape_and_offset(value)

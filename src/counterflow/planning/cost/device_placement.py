@@ -116,12 +116,11 @@ def _places(placement: Placement, replicas: int, arrangement: Arrangement) -> In
         return np.arange(replicas * workers).reshape(replicas, workers)
     place = np.arange(workers)
     if arrangement is Arrangement.COPIES_INSIDE:
-        place[[worker for group in _sharing(placement) for worker in group]] = np.arange(workers)
+        place[[worker for group in _workers_by_stages(placement) for worker in group]] = np.arange(workers)
     return place * replicas + np.arange(replicas)[:, np.newaxis]
 
 
-def _sharing(placement: Placement) -> list[list[int]]:
-    """The workers in groups that hold copies of the same stages, sorted by their first worker."""
+def _workers_by_stages(placement: Placement) -> list[list[int]]:
     group: dict[int, list[int]] = {w: [w] for w in range(placement.workers)}
     for stage in range(placement.stages):
         holders = [worker for _, worker in placement.copies(stage)]

@@ -223,7 +223,7 @@ class _Walk:
         stays = at_start + at_end - self.counted[stage] * self.work(op)
         if stage and not self._is_local(op, stage - 1):
             self.inputs += self._input(op)
-        self._note(max(stays, at_start - self.entering[stage] * self.work(op)), stays)
+        self._record_peak(max(stays, at_start - self.entering[stage] * self.work(op)), stays)
         self.stash += stays
         if stage < self.last:
             self._add_product(op, self._unsaved_output(stage) * self.work(op), stage + 1)
@@ -231,7 +231,7 @@ class _Walk:
     def _store(self, op: Op) -> None:
         at_start, at_end = (amount * self.work(op) for amount in self._changes(op))
         stays = at_start + at_end
-        self._note(at_start, stays)
+        self._record_peak(at_start, stays)
         self.stash += stays
         self.stored[op[1:]] = self.stored.get(op[1:], 0.0) + stays
 
@@ -261,7 +261,7 @@ class _Walk:
         if first:
             graph += self.stored.pop(op[1:], 0.0)
         before, after = self._of_state(op)
-        self._note(self._changes(op)[0] * self.work(op) + before, 0.0)
+        self._record_peak(self._changes(op)[0] * self.work(op) + before, 0.0)
         self.stash += before + after
         self.stash += (0.0 if ends else rest) - (graph if first else rest)
         if ends:
@@ -283,7 +283,6 @@ class _Walk:
                 self.expiring.append((size, size))
 
     def _free_sent(self, op: Op) -> None:
-        """Free the message whose gradient a backward takes."""
         peer = self.placement.worker(op.pipe, op.stage + 1)
         if peer in self.sent:
             maker, _ = self.sent[peer]
@@ -300,8 +299,7 @@ class _Walk:
         else:
             self.outgoing = size
 
-    def _note(self, during: float, stays: float) -> None:
-        """Note the memory while an op runs, of which ``stays`` is saved, if it is a new peak."""
+    def _record_peak(self, during: float, stays: float) -> None:
         moving = self.local + self._in_flight()
         total = self.stash + during + moving + self.versions
         if total > self.best[0]:

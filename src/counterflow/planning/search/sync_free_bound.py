@@ -62,7 +62,6 @@ def _least_update(play: Play, limit: float) -> float:
 
 
 def _last_syncs(play: Play) -> list[float]:
-    """Seconds of the sum that cannot start before each worker's last op has ended, otherwise 0."""
     syncs = sync_seconds(play.stages, play.network)
     lasts = [order[-1] if order else None for order in play.schedule.orders]
     return [

@@ -143,7 +143,7 @@ def colour(
     sizes = sizes or (1.0,) * len(lives)
     kinds = kinds or (None,) * len(lives)
     if len({*zip(sizes, kinds, strict=True)}) <= 1:
-        slots = _swept(lives)
+        slots = _equal_size_slots(lives)
         buffer_sizes = tuple(sizes[:1]) * len({*slots})
     else:
         tables = (_assigned(lives, sizes, kinds, prefer) for prefer in (1, -1))
@@ -152,8 +152,7 @@ def colour(
     return BufferTable(tuple(lives), tuple(slots), buffer_sizes, *_peak(lives, sizes))
 
 
-def _swept(lives: Sequence[Lifetime]) -> list[int]:
-    """Buffers of equal messages, in one pass."""
+def _equal_size_slots(lives: Sequence[Lifetime]) -> list[int]:
     free: deque[int] = deque()
     used: list[tuple[int, int]] = []
     slots: list[int] = []

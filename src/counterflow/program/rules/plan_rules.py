@@ -85,7 +85,6 @@ def communicators(subject: CheckSubject) -> Iterator[str]:
 
 
 def _users_by_receive(graph: OpGraph) -> dict[tuple[int, Receive], set[int]]:
-    """For each worker and receive, the nodes that use the message or what was saved of it."""
     further: defaultdict[int, list[int]] = defaultdict(list)
     """For each node, the nodes of its stage that need it, except those of other slices."""
     sliced = graph.schedule.workload.slices > 1

@@ -115,7 +115,7 @@ def partition_model(
     """
     loss = loss_layer(loss_function)
     modules = layers_of(model, list_layers)
-    _refuse_few(modules, schedule)
+    _refuse_too_few_layers(modules, schedule)
     names_of = state_names(model, list_layers)
     all_layers = [NamedLayer(i, n, m) for i, (n, m) in enumerate(zip(names_of, modules, strict=True))]
     stages = schedule.stages
@@ -144,12 +144,7 @@ def partition_model(
     )
 
 
-def _refuse_few(modules: Sequence[nn.Module], schedule: Schedule) -> None:
-    """Refuse fewer captured layers than stages, naming the module that was not looked into.
-
-    Raises:
-        ConfigError: there are fewer, since the forward of a module cannot be traced.
-    """
+def _refuse_too_few_layers(modules: Sequence[nn.Module], schedule: Schedule) -> None:
     if len(modules) >= schedule.stages or not isinstance(modules[0], CapturedLayer):
         return
     for path, why in modules[0].closed.items():

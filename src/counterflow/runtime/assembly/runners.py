@@ -137,7 +137,7 @@ def batches_of(
     dims: ParallelDims,
     workers: Workers,
 ) -> Batches:
-    """What makes a worker's mini-batches.
+    """Builder of a worker's mini-batches.
 
     Args:
         model: in stages.

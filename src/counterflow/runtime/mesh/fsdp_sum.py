@@ -47,7 +47,7 @@ class FsdpGradientSum:
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Context in which weights are whole: a backward in it may pass no hook of FSDP's before."""
-        sharded = [group for group in self._used() if not group.is_unsharded]
+        sharded = [group for group in self._gathered_groups() if not group.is_unsharded]
         settings = [(group, group.reshard_after_backward) for group in self._groups]
         for group in sharded:
             group.unshard()
@@ -65,12 +65,12 @@ class FsdpGradientSum:
     def sum(self) -> None:
         """Sum what was added up, in the dtype that the policy says; all positions call it."""
         self._let_sum(sums=True)
-        for group in self._used():
+        for group in self._gathered_groups():
             dtype = group.mp_policy.reduce_dtype or group.mp_policy.param_dtype
             for parameter in group.fsdp_params:
                 full = whole_parameter(parameter)
                 if full is not None:
-                    gradient = _taken(parameter, full)
+                    gradient = _pop_gradient(parameter, full)
                     rounds = gradient is not None and dtype is not None
                     parameter.unsharded_accumulated_grad = gradient.to(dtype) if rounds else gradient
                     del gradient
@@ -81,11 +81,11 @@ class FsdpGradientSum:
 
     def discard(self) -> None:
         """Drop gradients that were added up beside a step, and whole weights."""
-        for group in self._used():
+        for group in self._gathered_groups():
             for parameter in group.fsdp_params:
                 full = whole_parameter(parameter)
                 if full is not None:
-                    _taken(parameter, full)
+                    _pop_gradient(parameter, full)
             group.reshard()
         for module in self._sharded:
             end_fsdp_backward(module)
@@ -94,15 +94,13 @@ class FsdpGradientSum:
         for module in self._sharded:
             module.set_requires_gradient_sync(sums, recurse=False)
 
-    def _used(self) -> list[Any]:
-        """The groups that a forward has gathered by now."""
+    def _gathered_groups(self) -> list[Any]:
         return [
             group for group in self._groups if any(whole_parameter(p) is not None for p in group.fsdp_params)
         ]
 
 
-def _taken(one: Any, whole: Any) -> Any:
-    """The gradient that was added up, which nobody has any more."""
+def _pop_gradient(one: Any, whole: Any) -> Any:
     gradient, whole.grad = whole.grad, None
     rounded, one.unsharded_accumulated_grad = one.unsharded_accumulated_grad, None
     if gradient is None or rounded is None:

@@ -1,4 +1,4 @@
-"""What functions for ``parallelize=`` have in common that use dimensions of the mesh by their names."""
+"""Base of functions for ``parallelize=`` that use dimensions of the mesh by their names."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class StageModule(nn.Module, StageWrapper):
         return len(children_of(self))
 
     def forward(self, run: Callable[[Value], Any], value: Value) -> Any:
-        """What ``run``, which runs the layers, makes of a value; hooks of the stage are run around it."""
+        """Output of ``run``, which runs the layers, for a value; hooks of the stage run around it."""
         return run(value)
 
     @override
@@ -211,7 +211,7 @@ def parallelize_stages(
 
 
 def expert_dims(stages: Sequence[StageModule], mesh: RankMesh) -> dict[int, frozenset[int]]:
-    """By identity, the weights of experts, and the dimensions over which their experts are divided."""
+    """Dimensions over which experts are divided, by the identity of each weight of experts."""
     weights = (weight for stage in stages for weight in stage.expert_weights)
     return {id(weight.module.get_parameter(weight.name)): mesh.varying(weight.ranks) for weight in weights}
 

@@ -210,11 +210,6 @@ class Agreement:
     def _agree(
         self, gathering: Gathering, report: CallReport, sizes: tuple[int, ...], signatures: Sequence[int]
     ) -> Agreed:
-        """Wait for the reports; ``sizes`` and ``signatures`` are this worker's, by micro-batch.
-
-        Raises:
-            ConfigError: the workers were not called with the same, or it has no samples.
-        """
         self._transport.status.now("agreeing on the mini-batch")
         rows = list(map(CallReport.unpack, gathering.wait()))
         nobody_began = not any(row.begins for row in rows)

@@ -126,7 +126,7 @@ class FlatGradients:
         ]
 
     def used(self) -> list[bool]:
-        """Which parameters were used, here or, once the sum is there, on any copy."""
+        """True for each parameter that was used, here or, once the sum exists, on any copy."""
         self.collect()
         assert self._used is not None
         if len(self.tail) and not all(self._used):

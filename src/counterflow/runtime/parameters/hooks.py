@@ -26,7 +26,7 @@ class Hooks:
         self._removed: list[tuple[dict[int, object], dict[int, object]]] = []
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter has any that are not kept from autograd."""
+        """True if a parameter has hooks that autograd would call."""
         return any(hook_tables(parameter))
 
     def first(self) -> nn.Parameter | None:
@@ -51,7 +51,7 @@ class Hooks:
 
 
 def called(parameter: nn.Parameter, gradient: Tensor) -> Tensor | None:
-    """What a parameter's hooks make of its gradient, as a backward calls them; None if they leave none.
+    """Gradient of a parameter after its hooks, called as by a backward; None if they remove it.
 
     Raises:
         RuntimeError: a hook gives a gradient of another shape or dtype.

@@ -340,7 +340,7 @@ def _schedule(
 
 @dataclass(frozen=True, eq=False)
 class ParameterState:
-    """What an optimiser keeps of one parameter; ``kept["state"]`` reads as ``kept.state``.
+    """Optimiser state of one parameter; ``saved["state"]`` reads as ``saved.state``.
 
     It is no dict, so ``torch.distributed.checkpoint`` reads it whole into a new optimiser, which has no
     tensors yet that a dict's could be read into.
@@ -362,7 +362,8 @@ torch.serialization.add_safe_globals([ParameterState])  # torch.load reads it wi
 
 
 class StateName(NamedTuple):
-    """What an optimiser keeps for a weight in a slot, or its options; or what else a weight or stage has.
+    """Name of a value of the optimiser for a weight (a slot, or its options), or of other state of a weight
+    or stage.
 
     Attributes:
         kind: ``optimizer``, ``ema``, ``model`` or ``RESIDUAL`` of a weight, one of ``BY_STAGE`` of a stage.
@@ -396,12 +397,11 @@ def _host_copy(value: Any) -> Any:
     return full_tensor(value).detach().cpu().clone()
 
 
-def _device_copy(value: Any, parameter: Tensor, home: torch.device) -> Any:
-    """What ``_host_copy`` returned, on the parameter's device and in its layout; one number goes ``home``."""
+def _device_copy(value: Any, parameter: Tensor, scalar_device: torch.device) -> Any:
     if not isinstance(value, Tensor):
         return deepcopy(value)
     if not value.dim():
-        return value.to(home, copy=True)
+        return value.to(scalar_device, copy=True)
     value = value.to(parameter.device, copy=True)
     if is_dtensor(parameter) and value.shape == parameter.shape:
         return like(parameter, part_of(value, parameter).clone())

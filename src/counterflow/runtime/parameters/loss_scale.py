@@ -57,7 +57,7 @@ class LossScale:
             self.scale, self.steady_updates = min(self.scale * GROWTH, LARGEST_SCALE), 0
 
     def state(self) -> dict[str, float | int]:
-        """What a run resumes with."""
+        """State with which a run resumes."""
         return {"scale": self.scale, "growth_tracker": self.steady_updates}
 
     def load(self, state: Mapping[str, Any]) -> None:

@@ -67,12 +67,12 @@ def _buffers_of(layer: NamedLayer) -> Iterator[tuple[str, Tensor]]:
 
 
 def first_of(values: Mapping[str, T], names: Iterable[str]) -> T | None:
-    """What a mapping has under the first of some names that it knows; None: it knows none."""
+    """Value of the first of some names that a mapping contains; None: it contains none."""
     return next((values[name] for name in names if name in values), None)
 
 
 def matching(state: Mapping[str, Any], names: Sequence[str], local: Any) -> Any:
-    """What a model's state has for a value, under one of the value's names.
+    """Saved form of a value in a model's state, under one of the value's names.
 
     Raises:
         ConfigError: no name is there, or a tensor's shape differs.

@@ -24,7 +24,7 @@ from .names import Names, named_parameters, shared_names
 
 
 class ParameterPlacement:
-    """What one worker holds; all workers make theirs together.
+    """Parameters of one worker, and the groups that sum their gradients; all workers make theirs together.
 
     Args:
         stages: the worker's.

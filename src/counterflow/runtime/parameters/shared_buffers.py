@@ -184,7 +184,7 @@ class _Watched:
         self._contents = None if buffer is None else buffer.detach().clone()
 
     def changed(self) -> bool:
-        """Whether it holds something else than noted."""
+        """True if the buffer differs from its noted contents."""
         buffer = self._now()
         if buffer is not self._buffer:
             # Another tensor under this name is seen by nobody who has the old one, but by the same module.

@@ -228,7 +228,7 @@ class Weights:
         return sum(SquaredNorms(group for group in self.placement.all_gradients() if group.counted).read())
 
     def own_norm(self) -> OwnNorm:
-        """What ``squared_norm()`` gives, and whether all gradients at hand are finite, counted or not."""
+        """Result of ``squared_norm()``, and True if all local gradients are finite, counted or not."""
         return OwnNorm(self.placement.all_gradients())
 
     def clip(self, stage: int, limit: float | None, alive: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -364,7 +364,7 @@ class Weights:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within this context the trained weights are their averages; all workers enter it.
+        """Context in which the trained weights are their averages; all workers enter it.
 
         Raises:
             ConfigError: there are none.

@@ -82,8 +82,6 @@ def _wakes(graph: OpGraph, needs: list[list[int]]) -> list[set[int]]:
 
 
 class _Worker:
-    """State of one worker: its ops that ran, and the rest of its order; None for a node that ran early."""
-
     def __init__(
         self,
         graph: OpGraph,

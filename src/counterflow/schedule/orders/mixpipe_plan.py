@@ -233,12 +233,11 @@ def _there_and_back(
         return
     known.append((wait, forth))
     yield forth
-    back = play(*shape._replace(first=ANY), _turned(forth, shape), wait, 2, 1)
-    yield play(*shape, _turned(back, shape), wait, 1, 2)
+    back = play(*shape._replace(first=ANY), _time_reversed(forth, shape), wait, 2, 1)
+    yield play(*shape, _time_reversed(back, shape), wait, 1, 2)
 
 
-def _turned(plan: Times, shape: PlanConstraints) -> Times:
-    """Due times reversed in time: F and B change places, the last pair is the first."""
+def _time_reversed(plan: Times, shape: PlanConstraints) -> Times:
     depth, pairs, _, _ = shape
     starts = range(0, depth * pairs, pairs)
     return [

@@ -109,8 +109,6 @@ class UnitRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Term:
-    """A term of a layer, which weighs as its samples do."""
-
     loss: Tensor
     by: float
     weight: float = 1.0
@@ -200,7 +198,6 @@ class AuxMeanDiagnosis:
     def _compare(
         self, stage: AuxStage, layer: AuxLayer, values: Sequence[Value], size: int
     ) -> Mapping[str, LossComparison]:
-        """Outcomes by name of the term, in the dimension in which parts fit best."""
         best: Mapping[str, LossComparison] = {}
         for dim in _dims(values[0], size):
             value = values[0] if len(values) == 1 else _join(values, dim, size)

@@ -97,7 +97,6 @@ class OptimizerCouplingDiagnosis:
         return not self._same(reference, self._run(names, variant=2))
 
     def _run(self, names: Collection[str], *, variant: int = 1) -> _Run:
-        """Make some steps on copies of parameters; ``variant`` selects gradients of those not compared."""
         torch.default_generator.manual_seed(0)
         copies = {name: _small(self._probed[name], number) for number, name in self._numbered(names)}
         optimizer = self._make([*copies.items()])

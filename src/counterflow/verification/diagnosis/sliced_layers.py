@@ -140,7 +140,7 @@ class SlicedLayerDiagnosis:
         state, micro_batch = self._stages[stage], (step, rows.micro_batch)
         if not rows.slice:
             free = state.micro_batch is None or state.micro_batch[0] != step
-            if free and _length(value, rows) >= max(1, _GROWTH * state.length):
+            if free and _sequence_length(value, rows) >= max(1, _GROWTH * state.length):
                 state.micro_batch = micro_batch
         return state.micro_batch == micro_batch
 
@@ -162,7 +162,7 @@ class SlicedLayerDiagnosis:
         if rows.slice < rows.slices - 1:
             return
         slices, state.slices, state.micro_batch = state.slices, [], None
-        state.length = max(state.length, _length(*slices[0]))
+        state.length = max(state.length, _sequence_length(*slices[0]))
         try:
             _diagnose(stage, slices)
         except torch.OutOfMemoryError:
@@ -251,8 +251,7 @@ def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.is_floating_point())
 
 
-def _length(value: Value, rows: SliceRows) -> int:
-    """Length of a micro-batch in positions or, if these are not known, in elements of its first slice."""
+def _sequence_length(value: Value, rows: SliceRows) -> int:
     if rows.sequence_length:
         return rows.sequence_length
     first = next(tensors_in(value), None)
