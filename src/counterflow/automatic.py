@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from .drawing.time_units import bytes_text
+from .common.number_texts import byte_size
 from .errors import ConfigError, CounterflowError
 from .execution import Execution
 from .measure import profile_cache
@@ -170,7 +170,7 @@ def text_of(result: SearchResult) -> str:
     if losses[limit] >= _SHOWN * plan.seconds:
         text += f" ({losses[limit] / plan.seconds:.0%} of it {limit})"
     peak = max(plan.prediction.peak_bytes)
-    text += f", {bytes_text(peak)} of {bytes_text(result.usable_bytes)}"
+    text += f", {byte_size(peak)} of {byte_size(result.usable_bytes)}"
     schemes = [second for second in result.of_schemes if second is not plan]
     if not schemes:
         return f"{text}; no other scheme is possible"

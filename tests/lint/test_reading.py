@@ -42,8 +42,10 @@ def test_pairs_and_batches_of_torch() -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("0F0,0SEND_F0\n1RECV_F0, 1XX3\n", r"x.csv: line 2, column 11: '1XX3' is not an action of torch"),
+        ("0F0,0SEND_F0\n1RECV_F0, 1XX3\n", r"x.csv: line 2, column 11: '1XX3' is not an action; actions"),
         ("0F0,0UNSHARD3\n", r"line 1, column 5: '0UNSHARD3' is not"),
+        ("0/2:0F0,0SEND_F0\n", "x.csv: line 1, column 1: 0/2:0F0 is of a slice, and messages of torch"),
+        ("0F0,0/2:0SEND_F0\n", "line 1, column 5: '0/2:0SEND_F0' is not an action"),
         ("0F0,0B0\n", "no action sends or receives"),
         ("", "no action; expected one row per rank"),
         ("0F0,0SEND_F0\n0F1\n", "line 2, column 1: 0F1 is of stage 0, which is on rank 0"),

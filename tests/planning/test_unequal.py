@@ -79,7 +79,7 @@ def test_layers_leave_a_worker_with_less_memory() -> None:
     assert not whole.prediction().fits
     # Three blocks: 600, a stash of 30, a message of 4 each way.
     wanted = Constraints(schemes=("dapple",), depths=(2,), cuts=(3,), recompute=(Recompute.NONE,))
-    with pytest.raises(PlanError, match="dapple: needs at least 638 bytes on worker 1, which has 500 bytes"):
+    with pytest.raises(PlanError, match="dapple: needs at least 638 B on worker 1, which has 500 B"):
         search(MODEL, PROFILE, small, 8, wanted)
 
 

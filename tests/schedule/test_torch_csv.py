@@ -189,6 +189,10 @@ def test_ops_that_it_cannot_say_are_refused_by_name(orders: str, fault: str) -> 
         ("0/0:0F0", "'0/0:0F0' is not an action"),
         ("0/2:0F0,1/2:0F0,0B0", "x.csv: ops of micro-batches in 1 and in 2 slices; all are cut alike"),
         ("(0F0;0B0)OVERLAP", "is not an action"),
+        ("0F0,0UNSHARD3", "row 0, cell 1: '0UNSHARD3' is not an action"),
+        ("0F0,0SEND_F", "'0SEND_F' is not an action"),
+        ("0F0,0/2:0SEND_F0", "'0/2:0SEND_F0' is not an action"),
+        ("0F0,(0F1;0B0)BATCH_P2P", "row 0, cell 1: 0F1 is no send or receive, and in a BATCH_P2P"),
         ('0F0,"', "x.csv: no CSV: "),
     ],
 )
@@ -203,5 +207,7 @@ def test_idle_cells_and_messages_are_passed_over() -> None:
     orders = [" ".join(map(str, order)) for order in found.orders]
     assert orders == ["F0.0 B0.0", "F0.1 I0.1 W0.1"]
     assert inspect(found).ok
+    batch = loads("0F0,(0SEND_F0;0RECV_B0)BATCH_P2P,0B0\n1RECV_F0,1F0,1B0,1SEND_B0", "x.csv")
+    assert [" ".join(map(str, order)) for order in batch.orders] == ["F0.0 B0.0", "F0.1 B0.1"]
     pair = loads("0F0,(0F1;0B0)OVERLAP_F_B,0B1", "x.csv")
     assert [str(op) for op in pair.orders[0]] == ["F0.0", "F1.0", "B0.0", "B1.0"]

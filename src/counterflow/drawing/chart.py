@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from counterflow.common.number_texts import compact
 from counterflow.schedule.ir import OpKind
 from counterflow.simulation import Cause, MemoryUse
 
 from .palette import Shade
-from .time_units import AmountUnit, TimeUnit, compact, time_unit
+from .time_units import AmountUnit, TimeUnit, time_unit
 
 
 class BoxKind(Enum):

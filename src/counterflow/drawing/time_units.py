@@ -1,12 +1,11 @@
-"""Numbers as people read them: seconds, bytes, activations, in few digits.
-
-Invariant: the same number always gives the same text. This module draws nothing.
-"""
+"""Units of seconds and of memory in pictures and tables, with their texts. This module draws nothing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+
+from counterflow.common.number_texts import byte_size, compact
 
 
 class AmountUnit(Enum):
@@ -22,42 +21,12 @@ class AmountUnit(Enum):
         ('3 GiB', '1 activation')
         """
         if self is AmountUnit.BYTES:
-            return bytes_text(amount)
+            return byte_size(amount, digits=3)
         return f"{compact(amount)} activation{'' if amount == 1 else 's'}"
 
     def short(self, amount: float) -> str:
         """``amount`` in little space: activations without their unit."""
-        return bytes_text(amount) if self is AmountUnit.BYTES else compact(amount)
-
-
-def compact(value: float, digits: int = 4) -> str:
-    """``value`` in about ``digits`` significant digits, without trailing zeros or an exponent.
-
-    >>> compact(30.0), compact(33.33333), compact(123456.7), compact(0.25)
-    ('30', '33.33', '123457', '0.25')
-    """
-    magnitude = abs(value)
-    places = digits - 1
-    while magnitude >= 10 and places > 0:
-        magnitude /= 10
-        places -= 1
-    if 0 < magnitude < 0.1:
-        return f"{value:.{digits}g}"
-    text = f"{value:.{places}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
-
-
-def bytes_text(amount: float) -> str:
-    """``amount`` bytes in the binary unit that leaves 1 to 1023 before the point.
-
-    >>> bytes_text(0), bytes_text(1536), bytes_text(13 * 2**30)
-    ('0 B', '1.5 KiB', '13 GiB')
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(amount) < 1024:
-            return f"{compact(amount, 3)} {unit}"
-        amount /= 1024
-    return f"{compact(amount, 3)} TiB"
+        return byte_size(amount, digits=3) if self is AmountUnit.BYTES else compact(amount)
 
 
 @dataclass(frozen=True, slots=True)

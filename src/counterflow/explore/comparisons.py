@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from counterflow.common.number_texts import byte_size, compact
 from counterflow.common.plurals import plural
 from counterflow.drawing.chart import percent
-from counterflow.drawing.time_units import bytes_text, compact, time_unit
+from counterflow.drawing.time_units import time_unit
 from counterflow.planning.compared import Compared
 from counterflow.planning.scheme_comparison import Comparison
 from counterflow.planning.scheme_comparison import compare as compared
@@ -67,7 +68,7 @@ def _row(comparison: Comparison, row: Compared, longest: float) -> dict[str, Any
         "bubbles": percent(row.bubble_ratio),
         "activations": compact(row.activations, 4),
         "weights": compact(row.weights, 4),
-        "memory": "" if row.peak_bytes is None else bytes_text(row.peak_bytes),
+        "memory": "" if row.peak_bytes is None else byte_size(row.peak_bytes),
     }
     if row.computed is None:
         return columns | {"scheme": row.scheme, "options": dict(row.schedule.options)}

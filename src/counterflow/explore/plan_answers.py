@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from counterflow.common.number_texts import byte_size, compact
 from counterflow.drawing import chart_of
 from counterflow.drawing.page import page_data
-from counterflow.drawing.time_units import bytes_text, compact, time_unit
+from counterflow.drawing.time_units import time_unit
 from counterflow.planning.inputs import input_files
 from counterflow.planning.inputs.cluster import Cluster, Link
 from counterflow.planning.plan_report import ExampleShown
@@ -124,7 +125,7 @@ def plan(request: PlanRequest, report: Callable[[dict[str, Any]], None]) -> tupl
         "heading": f"{task.model.name} on {cluster.name}",
         "about": f"{cluster.nodes:,} node{'' if cluster.nodes == 1 else 's'} {devices}, "
         f"mini-batch {task.mini_batch:,}, "
-        f"{bytes_text(cluster.usable_bytes)} a device",
+        f"{byte_size(cluster.usable_bytes)} a device",
         "plans": [_row(plan) for plan in result.of_schemes],
         "changes": [
             f"{explained.second.play.configuration.scheme} wins if {change.what} take "
@@ -133,7 +134,7 @@ def plan(request: PlanRequest, report: Callable[[dict[str, Any]], None]) -> tupl
             if explained.second is not None
         ],
         "more_memory": larger
-        and f"{larger.play.schedule.scheme} with {bytes_text(larger.prediction.needed_bytes)} a device "
+        and f"{larger.play.schedule.scheme} with {byte_size(larger.prediction.needed_bytes)} a device "
         f"would take {_seconds(larger.seconds)}",
         "rejected": [
             [r.scheme, str(r.candidates), str(r.too_large), str(r.slower), str(r.simulated)]
@@ -184,7 +185,7 @@ def _row(plan: Plan) -> dict[str, Any]:
         "step": _seconds(prediction.step_seconds),
         "throughput": compact(prediction.samples_per_second),
         "bubbles": f"{100 * prediction.bubble_ratio:.1f} %",
-        "memory": bytes_text(max(prediction.peak_bytes)),
+        "memory": byte_size(max(prediction.peak_bytes)),
         "notes": list(prediction.notes),
         "parts": [
             [name.replace("_", " "), max(0.0, seconds) / (plan.seconds or 1.0), _seconds(seconds)]

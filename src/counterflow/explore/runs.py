@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from counterflow.checkpoints.index import CHECKPOINT, complete
+from counterflow.common.number_texts import byte_size
 from counterflow.drawing.page import page_data
-from counterflow.drawing.time_units import TimeUnit, bytes_text, time_unit
+from counterflow.drawing.time_units import TimeUnit, time_unit
 from counterflow.errors import CounterflowError
 from counterflow.training.config import RunConfig
 from counterflow.training.folder import CONFIG, EVENTS, METRICS, SUMMARY
@@ -201,6 +202,6 @@ def _workers(
             "predicted": unit.text(busy[1][worker]),
             "times": f"{ratio:.2f}",
             "slow": ratio > SLOW,
-            "saved": bytes_text(saved[worker]) if worker < len(saved) else "",
-            "saved_predicted": bytes_text(peaks[worker] if worker < len(peaks) else 0.0),
+            "saved": byte_size(saved[worker]) if worker < len(saved) else "",
+            "saved_predicted": byte_size(peaks[worker] if worker < len(peaks) else 0.0),
         }

@@ -18,10 +18,11 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
 
+from counterflow.common.number_texts import byte_size, compact
 from counterflow.common.plurals import plural
 from counterflow.drawing import Chart, chart_of, draw_charts, order_chart
 from counterflow.drawing.page import page_data
-from counterflow.drawing.time_units import AmountUnit, bytes_text, compact, time_unit
+from counterflow.drawing.time_units import AmountUnit, time_unit
 from counterflow.errors import ConfigError, ScheduleError
 from counterflow.program.checker import inspect
 from counterflow.program.lists import circle_of_ops
@@ -369,7 +370,7 @@ def _workers(result: Simulation, chart: Chart, limit: tuple[float, ...] | None) 
             "activations": compact(result.peak_activations[worker]),
             "copies": compact(result.weight_copies[worker] * share),
             "of_share": "" if share == 1 else compact(result.peak_activations[worker] * share),
-            "memory": bytes_text(use.peak) if memory.unit is AmountUnit.BYTES else "",
+            "memory": byte_size(use.peak) if memory.unit is AmountUnit.BYTES else "",
             "over": over,
         }
 

@@ -17,8 +17,9 @@ from counterflow.program.rules import (
 )
 from counterflow.schedule import torch_csv
 from counterflow.schedule.ir import Op, OpKind
+from counterflow.schedule.torch_cells import TorchAction
 
-from .torch_lists import TorchAction, TorchCell, torch_rows
+from .torch_lists import TorchCell, torch_rows
 from .verdicts import LintFinding
 
 _RULES = (COMPLETE, PLACED, FORWARD_FIRST, INPUT_GRADIENT_FIRST, MESSAGES)
@@ -35,7 +36,7 @@ def op_findings(text: str, name: str) -> tuple[list[LintFinding], str]:
     if partial:
         return [], "The lists are a part of a run: rules of its ops are not checked."
     try:
-        schedule = torch_csv.loads("\n".join(",".join(_ops(row)) for row in rows), name)
+        schedule = torch_csv.schedule_of(([a for cell in row for a in cell.actions] for row in rows), name)
     except ConfigError as error:
         return [], f"Rules of the ops are not checked: {str(error).removeprefix(name).lstrip(': ')}"
     stages = {action.stage: rank for rank, row in enumerate(rows) for c in row for action in c.actions}
@@ -55,21 +56,14 @@ def op_findings(text: str, name: str) -> tuple[list[LintFinding], str]:
     return findings, ""
 
 
-def _ops(row: list[TorchCell]) -> Iterator[str]:
-    for cell in row:
-        for action in cell.actions:
-            if len(action.kind) == 1:
-                yield str(action)
-
-
 def _row_actions(
     row: list[TorchCell], stages: dict[int, int], makers: dict[tuple[int, int], OpKind]
 ) -> Iterator[Action]:
     for cell in row:
         for action in cell.actions:
-            if len(action.kind) == 1:
-                yield Compute(Op(OpKind(action.kind), action.stage, (action.micro_batch,)))
-            elif action.kind.startswith(("SEND", "RECV")):
+            if (op := action.op) is not None:
+                yield Compute(op)
+            elif action.is_message:
                 yield _message(action, stages, makers)
 
 

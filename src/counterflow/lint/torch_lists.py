@@ -9,41 +9,20 @@ receive, a send follows its op, and two stages of one rank exchange no message.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from counterflow.errors import ConfigError
+from counterflow.schedule.torch_cells import TorchAction, cell_actions
 
 from .calls import CallLists, CallSide, CallStep, CommunicatorScope, Part, Row
 
 FORM = "torch's schedule with communication"
 
-_ACTION = re.compile(r"(\d{1,9})(F|I|B|W|UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)(\d{0,9})")
-_GROUP = re.compile(r"\(([^()]*)\)(OVERLAP_F_B|BATCH_P2P)")
 _PREFIX = re.compile(r"\s*(?:rank\s*(\d{1,9})\s*:)?\s*\[?", re.IGNORECASE)
-_WITHOUT_NUMBER = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
 _ELLIPSES = ("...", "…")
 
 SECONDS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 """Duration of ops by torch's letter, in the time of a forward."""
-
-
-@dataclass(frozen=True, slots=True)
-class TorchAction:
-    """An action of a cell.
-
-    Attributes:
-        stage: its stage.
-        kind: torch's word for it.
-        micro_batch: its micro-batch; -1: none.
-    """
-
-    stage: int
-    kind: str
-    micro_batch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{'' if self.micro_batch < 0 else self.micro_batch}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +55,7 @@ def read_torch_lists(text: str, name: str, communicators: CommunicatorScope) -> 
                         f"{name}: {cell.place}: {action} is of stage {action.stage}, which is on rank "
                         f"{stages[action.stage]}; each stage is on one rank"
                     )
-    if not any("_F" in a.kind or "_B" in a.kind for row in rows for cell in row for a in cell.actions):
+    if not any(a.is_message for row in rows for cell in row for a in cell.actions):
         raise ConfigError(
             f"{name}: no action sends or receives; write the schedule with communication "
             "(_dump_csv(format='compute_comms'), get_schedule_ops(with_comms=True)), or prove the "
@@ -90,7 +69,7 @@ def torch_rows(text: str, name: str) -> tuple[list[list[TorchCell]], bool]:
     """The cells of each rank, and whether some are left out.
 
     Raises:
-        ConfigError: a cell is no action; the message has its line and column.
+        ConfigError: a cell is no action, or of a slice; the message has its line and column.
     """
     rows: list[list[TorchCell]] = []
     partial = False
@@ -115,27 +94,21 @@ def torch_rows(text: str, name: str) -> tuple[list[list[TorchCell]], bool]:
             place = f"line {number}, column {column + max(0, cell.find(word))}"
             column += len(cell) + 1
             if word and word != "None":
-                cells.append(TorchCell(word, tuple(_actions(word, f"{name}: {place}")), place))
+                cells.append(TorchCell(word, cell_actions(word, f"{name}: {place}"), place))
+                _refuse_slices(cells[-1], name)
         rows.append(cells)
     if not any(rows):
         raise ConfigError(f"{name}: no action; expected one row per rank, with cells like 0F0 and 0SEND_F0")
     return rows, partial
 
 
-def _actions(word: str, place: str) -> Iterator[TorchAction]:
-    group = _GROUP.fullmatch(word)
-    for text in group[1].split(";") if group else (word,):
-        action = _ACTION.fullmatch(text.strip())
-        if action is None or (action[3] == "") != (action[2] in _WITHOUT_NUMBER):
-            shown = text.strip() if len(text) <= 40 else text.strip()[:39] + "…"
+def _refuse_slices(cell: TorchCell, name: str) -> None:
+    for action in cell.actions:
+        if action.parts > 1:
             raise ConfigError(
-                f"{place}: {shown!r} is not an action of torch; actions look like 0F1 (stage 0, forward, "
-                "micro-batch 1), 0B1, 0I1, 0W1, 0SEND_F1, 1RECV_F1, 1SEND_B1, 0RECV_B1, 0UNSHARD, 0RESHARD, "
-                "0REDUCE_GRAD, (0F1;1B0)OVERLAP_F_B"
+                f"{name}: {cell.place}: {action} is of a slice, and messages of torch's schedules have none; "
+                "lint the schedule as a file of this library (.json)"
             )
-        yield TorchAction(int(action[1]), action[2], int(action[3] or -1))
-        if group and group[2] == "BATCH_P2P" and not action[2].startswith(("SEND", "RECV")):
-            raise ConfigError(f"{place}: {action[0]} is no send or receive, and in a BATCH_P2P")
 
 
 class _Steps:

@@ -16,23 +16,19 @@ from __future__ import annotations
 
 import csv
 import io
-import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from counterflow.errors import ConfigError
 
-from .ir import Op, OpKind, Schedule
+from .ir import Op, Schedule
 from .placement import Placement
+from .torch_cells import TorchAction, cell_actions
 from .workload import Workload, passes_of
 
 SCHEME = "csv"
 """Scheme name of a schedule that was read."""
 
 SUFFIX = ".csv"
-
-_OP = re.compile(r"(?:(\d{1,9})/(\d{1,9}):)?(\d{1,9})([FBIW])(\d{1,9})")
-_PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
-_BETWEEN = re.compile(r"\d{1,9}(?:SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d{0,9}")
 
 
 def dumps(schedule: Schedule) -> str:
@@ -49,8 +45,7 @@ def dumps(schedule: Schedule) -> str:
     if (fault := _beyond(schedule)) is not None:
         raise ConfigError(
             f"{schedule} has {fault}, which torch's CSV cannot express: there each stage is on one rank and "
-            "an "
-            "op has one micro-batch; write .json, or choose another scheme"
+            "an op has one micro-batch; write .json, or choose another scheme"
         )
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
@@ -60,8 +55,7 @@ def dumps(schedule: Schedule) -> str:
 
 
 def _cell(op: Op) -> str:
-    part = f"{op.part}/{op.parts}:" if op.parts > 1 else ""
-    return f"{part}{op.stage}{op.kind.value}{op.micro_batches[0]}"
+    return str(TorchAction(op.stage, op.kind.value, op.micro_batches[0], op.part, op.parts))
 
 
 def _beyond(schedule: Schedule) -> str | None:
@@ -93,10 +87,22 @@ def loads(text: str, name: str) -> Schedule:
         rows = list(csv.reader(io.StringIO(text), strict=True))
     except csv.Error as error:
         raise ConfigError(f"{name}: no CSV: {error}") from None
-    orders = tuple(
-        tuple(op for column, cell in enumerate(row) for op in _ops(cell.strip(), (name, rank, column)))
-        for rank, row in enumerate(rows)
-    )
+    return schedule_of((_actions(row, f"{name}: row {rank}") for rank, row in enumerate(rows)), name)
+
+
+def _actions(row: Sequence[str], place: str) -> Iterator[TorchAction]:
+    for column, cell in enumerate(row):
+        yield from cell_actions(cell.strip(), f"{place}, cell {column}")
+
+
+def schedule_of(rows: Iterable[Iterable[TorchAction]], name: str) -> Schedule:
+    """The schedule of the ops among each rank's actions.
+
+    Raises:
+        ConfigError: a stage or a micro-batch is missing, a stage is on several rows, or ops have different
+            numbers of slices.
+    """
+    orders = tuple(tuple(op for action in row if (op := action.op) is not None) for row in rows)
     where: dict[int, int] = {}
     for rank, order in enumerate(orders):
         for op in order:
@@ -127,22 +133,6 @@ def loads(text: str, name: str) -> Schedule:
         lengths=(1,) * max(slices),
     )
     return Schedule(SCHEME, (), workload, orders)
-
-
-def _ops(cell: str, place: tuple[str, int, int]) -> Iterator[Op]:
-    if pair := _PAIR.fullmatch(cell):
-        for part in pair[1].split(";"):
-            yield from _ops(part.strip(), place)
-    elif (op := _OP.fullmatch(cell)) and int(op[1] or 0) < int(op[2] or 1):
-        part, parts = int(op[1] or 0), int(op[2] or 1)
-        yield Op(OpKind(op[4]), int(op[3]), (int(op[5]),), part=part, parts=parts)
-    elif cell and not _BETWEEN.fullmatch(cell):
-        shown = cell if len(cell) <= 40 else cell[:39] + "…"
-        name, row, column = place
-        raise ConfigError(
-            f"{name}: row {row}, cell {column}: {shown!r} is not an action; actions look like 2F0 (stage 2, "
-            "forward, micro-batch 0), 2B0, 2I0, 2W0, (0F1;4B0)OVERLAP_F_B, or 0/4:2F0 (the first of 4 slices)"
-        )
 
 
 def _refuse_gaps(numbers: dict[int, int] | set[int], what: str, name: str) -> None:

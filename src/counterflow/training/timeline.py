@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
+from counterflow.common.number_texts import byte_size, compact
 from counterflow.drawing import Chart, chart_of
 from counterflow.drawing.chart import Bubble
-from counterflow.drawing.time_units import bytes_text, compact, time_unit
+from counterflow.drawing.time_units import time_unit
 from counterflow.errors import ConfigError, CounterflowError
 from counterflow.program.actions import Compute
 from counterflow.program.segments import segments
@@ -410,5 +411,5 @@ def _chart(result: Simulation, how: str, peak: float, memory: bool) -> Chart:
     return dataclasses.replace(
         chart,
         heading=f"{how}: {chart.heading}",
-        summary=f"makespan {span}, bubble ratio {bubbles} %, saved for backward {bytes_text(peak)}",
+        summary=f"makespan {span}, bubble ratio {bubbles} %, saved for backward {byte_size(peak)}",
     )

@@ -404,7 +404,7 @@ def test_impossible_constraints_are_refused(mini_batch: int, constraints: Constr
 
 def test_where_nothing_fits_every_scheme_says_what_it_needs() -> None:
     tiny = replace(CLUSTER, memory_bytes=200.0)
-    with pytest.raises(PlanError, match=r"has 100 bytes(?s:.*)dapple: needs at least 762 bytes"):
+    with pytest.raises(PlanError, match=r"has 100 B (?s:.*)dapple: needs at least 762 B"):
         search(MODEL, PROFILE, tiny, 8)
     with pytest.raises(PlanError, match="chimera: needs an even depth; no candidate at depth 1"):
         search(MODEL, PROFILE, CLUSTER, 8, Constraints(schemes=("chimera",), depths=(1,)))

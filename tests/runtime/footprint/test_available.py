@@ -45,7 +45,7 @@ def test_states_that_exceed_the_memory_are_warned_of(
         available.warn_of_states([optimizer], device, 3)
     (record,) = caplog.records
     assert record.getMessage().startswith(
-        "worker 3 needs 8.00 KiB more for its optimizer's states, and 4.00 KiB are available to it; "
+        "worker 3 needs 8 KiB more for its optimizer's states, and 4 KiB are available to it; "
     )
 
 
@@ -60,6 +60,6 @@ def test_saved_tensors_that_exceed_the_memory_are_warned_of(
         available.warn_of_step([optimizer], device, 3, saved_bytes=2**14, workers=2)
     (record,) = caplog.records
     assert record.getMessage().startswith(
-        "worker 3 needs 24.00 KiB more in its first step (8.00 KiB of optimizer states, 16.00 KiB saved for "
-        "backward), and 16.00 KiB are available to it; "
+        "worker 3 needs 24 KiB more in its first step (8 KiB of optimizer states, 16 KiB saved for "
+        "backward), and 16 KiB are available to it; "
     )

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import typer
 
 from counterflow.common.cli_fields import cli_field
+from counterflow.common.number_texts import byte_size
 from counterflow.common.plurals import plural
 from counterflow.planning.compared import Compared
 from counterflow.planning.comparison_sweep import Sweep, Swept, compare_over, parse_sweep
@@ -18,7 +19,7 @@ from counterflow.simulation.model_share import CostsOf
 
 from ..options.flags import JsonFlag, ModelCostOptions, OptionRecord, bytes_of
 from ..options.profile_files import ProfileFiles, refuse_costs
-from ..output.console import WIDE, byte_size, console, note, number, print_json, table_of
+from ..output.console import WIDE, console, note, number, print_json, table_of
 from ..output.search_bar import search_bar
 
 

@@ -9,8 +9,10 @@ from typing import Annotated
 
 import typer
 
+from counterflow.common.number_texts import byte_size
+
 from ..options.flags import JsonFlag
-from ..output.console import byte_size, print_json
+from ..output.console import print_json
 from ..output.visible import echo
 
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from counterflow.common.number_texts import byte_size
 from counterflow.errors import ConfigError
 
 from ..options.flags import JsonFlag
-from ..output.console import WIDE, byte_size, console, note, print_json, table_of, writing
+from ..output.console import WIDE, console, note, print_json, table_of, writing
 
 if TYPE_CHECKING:
     from counterflow.measure.model_profile import Measurement

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from counterflow.common.number_texts import byte_size
 from counterflow.schedule.ir import Schedule
 from counterflow.simulation import Costs, Simulation
 from counterflow.simulation import simulate as play
@@ -20,7 +21,6 @@ from ..options.wording import flag_of
 from ..output.console import (
     WIDE,
     bubble_causes,
-    byte_size,
     console,
     heading,
     merge_equal_rows,

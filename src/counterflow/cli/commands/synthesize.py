@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar
 import typer
 
 from counterflow.common.cli_fields import cli_field
+from counterflow.common.number_texts import byte_size
 from counterflow.common.plurals import plural
 from counterflow.errors import ConfigError
 from counterflow.planning.orders import play_one_by_one
@@ -25,7 +26,7 @@ from counterflow.synthesis import synthesize as compute
 from ..options.flags import CostOptions, JsonFlag, OptionRecord, bytes_of, numbers_of
 from ..options.placements import placement_of
 from ..options.profile_files import ProfileFiles, refuse_costs
-from ..output.console import byte_size, console, note, number, print_json, writing
+from ..output.console import console, note, number, print_json, writing
 from ..output.search_bar import order_bar
 
 

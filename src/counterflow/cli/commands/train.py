@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from counterflow.common.number_texts import byte_size
 from counterflow.common.plurals import plural
 from counterflow.errors import WorkerError
 
 from ..options.flags import ENDS_PROCESS, ConfigArgument, JsonFlag, SchemeOption, WorkersOption
-from ..output.console import WIDE, Row, byte_size, console, merge_equal_rows, note, print_json, table_of
+from ..output.console import WIDE, Row, console, merge_equal_rows, note, print_json, table_of
 from ..output.visible import echo
 
 if TYPE_CHECKING:

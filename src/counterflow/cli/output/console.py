@@ -118,20 +118,6 @@ def bubble_causes(result: Simulation) -> str:
     return ", ".join(f"{name} {part / total:.2%}" for name, part in causes.items() if part > 5e-5 * total)
 
 
-def byte_size(value: float) -> str:
-    """Bytes in binary units.
-
-    >>> byte_size(512), byte_size(1.5 * 2**30)
-    ('512 B', '1.5 GiB')
-    """
-    unit = "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.4g} {unit}"
-
-
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """A context for writing a file that the user named: errors say where and why it cannot be written.

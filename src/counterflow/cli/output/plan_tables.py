@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
+from counterflow.common.number_texts import byte_size
 from counterflow.common.plurals import plural
 from counterflow.planning.by_length import slices_win_from
 from counterflow.planning.prediction import choices, seconds_text
@@ -16,7 +17,7 @@ from counterflow.schedule.modes import Recompute
 from counterflow.schedule.registry import title
 from counterflow.schedule.scheme import SLICES
 
-from .console import WIDE, byte_size, console, number, table_of
+from .console import WIDE, console, number, table_of
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from counterflow.common.html import titled
+from counterflow.common.number_texts import byte_size
 from counterflow.schedule import registry
 from counterflow.schedule.ir import OpKind
 from counterflow.schedule.modes import Recompute, Sync
@@ -182,17 +183,13 @@ def nothing_fits(cluster: Cluster, tallies: Mapping[str, Rejections], omissions:
     if not tallies:
         return "\n".join(["no plan meets the constraints", *reasons])
     lines = [
-        f"no plan fits: a device of cluster {cluster.name} has {_gib(cluster.usable_bytes)} for it"
-        + (f" ({_gib(cluster.reserve_bytes)} are reserved)" if cluster.reserve_bytes else "")
+        f"no plan fits: a device of cluster {cluster.name} has {byte_size(cluster.usable_bytes)} for it"
+        + (f" ({byte_size(cluster.reserve_bytes)} are reserved)" if cluster.reserve_bytes else "")
     ]
     for name, tally in tallies.items():
         if tally.closest is not None:
             closest = tally.closest
-            of = f" on worker {closest.worker}, which has {_gib(closest.usable_bytes)}"
-            need = f"  {name}: needs at least {_gib(closest.needed_bytes)}"
+            of = f" on worker {closest.worker}, which has {byte_size(closest.usable_bytes)}"
+            need = f"  {name}: needs at least {byte_size(closest.needed_bytes)}"
             lines.append(need + (of if cluster.kinds else ""))
     return "\n".join([*lines, *reasons])
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.4g} GiB" if size >= 2**20 else f"{size:g} bytes"

@@ -10,7 +10,9 @@ from pathlib import Path
 import torch
 from torch.optim import Optimizer
 
-from .footprint import byte_size, shortage
+from counterflow.common.number_texts import byte_size
+
+from .footprint import shortage
 
 _LOG = logging.getLogger("counterflow.runtime.pipeline")
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from counterflow.common.number_texts import byte_size
 from counterflow.common.tensors.unknown_values import unknown_values
 from counterflow.common.trees import tensors_in
 from counterflow.errors import ConfigError
@@ -26,7 +27,7 @@ from ..transport.base import Transport
 from ..workers.threads import ThreadLaunch
 from ..workers.world import current_transport
 from .available import available_bytes_on
-from .footprint import Memory, WorkerMemory, byte_size, worker_memory
+from .footprint import Memory, WorkerMemory, worker_memory
 from .kernel_memory import KernelMemory
 from .ledger import Ledger, Part
 from .virtual_mode import SMALL_BYTES, VirtualMode

@@ -6,10 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .ledger import Part
+from counterflow.common.number_texts import byte_size
 
-_UNITS = "B", "KiB", "MiB", "GiB", "TiB"
-_KIB = 1024
+from .ledger import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +104,7 @@ def _line(label: str, cells: Iterable[str], names: Sequence[str]) -> str:
 
 
 def _cell(size: int) -> str:
-    scale, unit = _unit(size)
-    value = size / scale
-    return f"{value:.0f} {unit}" if scale == 1 or value >= 100 else f"{value:.3g} {unit}"
+    return byte_size(size, digits=3)
 
 
 def _runs(rows: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, Sequence[int]]]:
@@ -118,28 +115,11 @@ def _runs(rows: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, Sequence[in
             first = number
 
 
-def _unit(size: int) -> tuple[int, str]:
-    scale, number = 1, 0
-    while number + 1 < len(_UNITS) and size >= _KIB * scale:
-        scale, number = _KIB * scale, number + 1
-    return scale, _UNITS[number]
-
-
-def byte_size(size: float) -> str:
-    """Text of a number of bytes.
-
-    >>> byte_size(3 * 2**29)
-    '1.50 GiB'
-    """
-    scale, unit = _unit(int(size))
-    return f"{size:.0f} B" if scale == 1 else f"{size / scale:.2f} {unit}"
-
-
 def shortage(worker: int, moment: str, needed: float, available: float) -> str:
     """Sentence about a worker whose memory does not suffice.
 
     >>> shortage(3, "in a step", 3 * 2**30, 2**30)
-    'worker 3 needs 3.00 GiB in a step, and 1.00 GiB are available to it'
+    'worker 3 needs 3 GiB in a step, and 1 GiB are available to it'
     """
     return (
         f"worker {worker} needs {byte_size(needed)} {moment}, and {byte_size(available)} are available to it"
