@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import counterflow as cf
+from counterflow.common.parallel_degrees import Degrees
 from counterflow.measure.cluster_costs import fitted
 from counterflow.measure.links import MESSAGES, measure_allreduces, measure_messages
 from counterflow.planning import (
@@ -99,7 +100,7 @@ def parallelize(stage: Any, mesh: Any) -> None:
 def configurations() -> list[Configuration]:
     def of(scheme: str, replicas: int, positions: int, **options: Any) -> Configuration:
         more = {"recompute": options.pop("recompute", Recompute.NONE)}
-        return Configuration.of(scheme, options, replicas, SAMPLES, tensor_parallel=positions, **more)
+        return Configuration.of(scheme, options, replicas, SAMPLES, degrees=Degrees(tp=positions), **more)
 
     return [
         of("dapple", 1, 1, stages=4, micro_batches=8),
@@ -140,8 +141,8 @@ def runner(one: Configuration, tokens: int) -> Any:
     schedule = registry.build(one.scheme, dict(one.options))
     torch.manual_seed(0)
     more: dict[str, Any] = {}
-    if one.tensor_parallel > 1:
-        shape = (one.replicas, schedule.workers, one.tensor_parallel)
+    if one.degrees.tp > 1:
+        shape = (one.replicas, schedule.workers, one.degrees.tp)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "worker", "tp"))
         more = {"mesh": mesh, "parallelize": parallelize}
     pipeline = cf.Pipeline(
@@ -245,7 +246,7 @@ def model(tokens: int) -> Model:
 
 
 def foreseen(row: Row) -> bool:
-    return row.configuration.tensor_parallel > 1 and row.configuration.replicas == 1
+    return row.configuration.degrees.tp > 1 and row.configuration.replicas == 1
 
 
 def table(rows: list[Row]) -> str:
@@ -256,7 +257,7 @@ def table(rows: list[Row]) -> str:
     for row in rows:
         one = row.configuration
         lines.append(
-            f"{row.message:<8} {named(one):<50} {one.replicas:>2} {one.tensor_parallel:>2} "
+            f"{row.message:<8} {named(one):<50} {one.replicas:>2} {one.degrees.tp:>2} "
             f"{row.predicted * 1e3:>7.1f} ms {row.measured * 1e3:>7.1f} ms "
             f"{row.predicted / row.measured - 1:>+7.1%} {1 - row.without_sums / row.predicted:>18.1%}"
         )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import counterflow as cf
 from counterflow.common import toml
+from counterflow.common.parallel_degrees import above_one
 from counterflow.planning.inputs.layer_parts import Division
 from counterflow.planning.inputs.profile import Profile
 from counterflow.planning.search.constraints import Constraints
@@ -94,7 +95,7 @@ def test_ranks_hold_what_was_predicted(
     play = result.best[0].play
     config = planned_config(task.model, profile, task.cluster, play.prediction())
     table = {name: size for name, size in config.mesh.values().items() if name != "ring" and size > 1}
-    assert table == mesh == play.configuration.degrees.by_name
+    assert table == mesh == above_one(play.configuration.degrees)
     assert config.processes == 4
     path = tmp_path / "plan.toml"
     path.write_text(config.to_toml(), encoding="utf-8")

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
+from counterflow.common.parallel_degrees import Degrees
 from counterflow.common.plurals import plural
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
@@ -31,7 +32,6 @@ from counterflow.simulation import Costs
 from counterflow.synthesis import Objective, Synthesis, lower_bound, problem_of, synthesize
 from counterflow.synthesis.compute import START, one_by_one
 
-from .cost.degrees import Degrees
 from .cost.device_placement import network
 from .cost.stages import Cutting
 from .play import Play

@@ -68,16 +68,16 @@ class ConfigurationShown(Part):
         chosen("layers at which stages begin after the first; or balanced, even: not cut yet", "cuts"),
     ]
     tensor_parallel: Annotated[
-        int, chosen("tensor-parallel degree: devices that share the work of every layer", "tensor_parallel")
+        int, chosen("tensor-parallel degree: devices that share the work of every layer", "degrees.tp")
     ]
     context_parallel: Annotated[
-        int, chosen("degree of contexts: devices that share each sequence", "context_parallel")
+        int, chosen("degree of contexts: devices that share each sequence", "degrees.cp")
     ]
     expert_parallel: Annotated[
-        int, chosen("degree of experts: devices that share the experts of a layer", "expert_parallel")
+        int, chosen("degree of experts: devices that share the experts of a layer", "degrees.ep")
     ]
     dp_shard: Annotated[
-        int, chosen("devices of a worker with samples of their own, which shard weights", "dp_shard")
+        int, chosen("devices of a worker with samples of their own, which shard weights", "degrees.dp_shard")
     ]
 
 

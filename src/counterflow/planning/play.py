@@ -164,7 +164,7 @@ class Play:
     def update_samples(self) -> int:
         """Samples of all replicas between two updates."""
         chosen = self.configuration
-        return chosen.replicas * chosen.dp_shard * self.schedule.micro_batches * chosen.samples
+        return chosen.replicas * chosen.degrees.dp_shard * self.schedule.micro_batches * chosen.samples
 
     @cached_property
     def updates(self) -> float:

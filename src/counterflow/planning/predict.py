@@ -11,6 +11,7 @@ import math
 from functools import cache, lru_cache, partial
 from typing import Any
 
+from counterflow.common.parallel_degrees import Degrees, text_of
 from counterflow.common.plurals import plural
 from counterflow.errors import ConfigError
 from counterflow.program.player import accelerated
@@ -21,7 +22,6 @@ from counterflow.schedule.modes import Recompute
 from counterflow.schedule.placement import Placement
 from counterflow.simulation.periods import whole_periods
 
-from .cost.degrees import Degrees
 from .cost.device_placement import Network, network
 from .cost.positions import Inputs
 from .cost.sharded_state import ShardedStates
@@ -136,7 +136,7 @@ class Predictor:
         needed = schedule.workers * configuration.replicas
         if needed > self.cluster.size:
             degree = self.degrees.positions
-            of = "of tensor parallelism" if degree == self.degrees.tensor_parallel else "of a worker"
+            of = "of tensor parallelism" if degree == self.degrees.tp else "of a worker"
             positions = f" · {degree} positions {of}" if degree > 1 else ""
             raise ConfigError(
                 f"{plural(schedule.workers, 'worker')} · "
@@ -239,7 +239,7 @@ def _require_flush(configuration: Configuration, schedule: Schedule, *, barrier:
         raise ConfigError(f"zero_stage={zero_stage}: give 1 to shard optimiser state, or 0")
     if zero_stage and configuration.degrees.positions > 1:
         raise ConfigError(
-            f"zero_stage=1 cannot be combined with {configuration.degrees}; give only one of them"
+            f"zero_stage=1 cannot be combined with {text_of(configuration.degrees)}; give only one of them"
         )
     if zero_stage and not (schedule.synchronous and barrier):
         why = "no barrier" if schedule.synchronous else f"no flush in {schedule.scheme}"
@@ -255,11 +255,13 @@ def _require_whole_updates(configuration: Configuration, schedule: Schedule) -> 
         return
     if not schedule.synchronous:
         raise ConfigError(
-            f"{schedule.scheme} with {configuration.degrees}: positions that share sequences, experts or "
-            "weights would meet other versions of them; choose a synchronous scheme"
+            f"{schedule.scheme} with {text_of(configuration.degrees)}: positions that share sequences, "
+            "experts or weights would meet other versions of them; choose a synchronous scheme"
         )
     if schedule.workload.slices > 1:
-        raise ConfigError(f"{configuration.degrees}: plans with them have whole sequences; give slices=1")
+        raise ConfigError(
+            f"{text_of(configuration.degrees)}: plans with them have whole sequences; give slices=1"
+        )
 
 
 def _build(scheme: str, options_given: tuple[tuple[str, OptionValue], ...], *, far: bool) -> Schedule:

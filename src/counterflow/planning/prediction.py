@@ -7,16 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from counterflow.common.html import preformatted, table, titled
+from counterflow.common.parallel_degrees import DEGREES, Degrees, by_letter
 from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.modes import Recompute, Sync
 from counterflow.schedule.scheme import DEPTH, OptionType
 
-from .cost.degrees import Degrees
 from .cost.device_placement import Arrangement
 from .cost.memory import WorkerMemory
 from .cost.stages import Cuts, Cutting
 from .search.node_orders import Runs
+
+_ONE_POSITION = Degrees()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +34,8 @@ class Configuration:
         sync: when gradients are summed.
         arrangement: which devices the workers are on.
         cuts: cuts of the layers.
-        tensor_parallel: T, positions of tensor parallelism, each with a whole pipeline group.
-        context_parallel: C, positions that share the sequences of their samples.
-        expert_parallel: E, positions that share the experts of each layer.
-        dp_shard: S, positions with samples of their own that shard weights, each with ``samples``.
+        degrees: degrees of a worker's positions, each with a whole pipeline group, and ``samples`` if they
+            are positions of ``dp_shard``.
         nodes: the order of nodes of different kinds; empty: the cluster's order.
         zero_stage: 1: one of the holders of a weight keeps its optimiser state, updates it and sends it to
             the others.
@@ -49,17 +49,9 @@ class Configuration:
     sync: Sync = Sync.EAGER_OPT
     arrangement: Arrangement = Arrangement.PIPELINE_INSIDE
     cuts: Cuts = Cutting.BALANCED
-    tensor_parallel: int = 1
+    degrees: Degrees = _ONE_POSITION
     nodes: Runs = ()
     zero_stage: int = 0
-    context_parallel: int = 1
-    expert_parallel: int = 1
-    dp_shard: int = 1
-
-    @property
-    def degrees(self) -> Degrees:
-        """Degrees of a worker's positions."""
-        return Degrees(self.tensor_parallel, self.context_parallel, self.expert_parallel, self.dp_shard)
 
     @classmethod
     def of(
@@ -214,11 +206,11 @@ def choices(configuration: Configuration) -> str:
 def ranking(predictions: Iterable[Prediction]) -> str:
     """Predictions as an HTML table with one row each."""
     predictions = list(predictions)
-    degrees = {"S": "dp_shard", "C": "context_parallel", "T": "tensor_parallel", "E": "expert_parallel"}
+    degrees = [by_letter(prediction.configuration.degrees) for prediction in predictions]
     used = [
-        head
-        for head, name in degrees.items()
-        if head == "T" or any(getattr(prediction.configuration, name) > 1 for prediction in predictions)
+        names.letter
+        for name, names in DEGREES.items()
+        if name == "tp" or any(letters[names.letter] > 1 for letters in degrees)
     ]
     heads = (
         "scheme",
@@ -240,7 +232,7 @@ def ranking(predictions: Iterable[Prediction]) -> str:
         rows.append(
             (
                 *(plan.scheme, prediction.workers, plan.replicas),
-                *(getattr(plan, degrees[head]) for head in used),
+                *(by_letter(plan.degrees)[letter] for letter in used),
                 *(plan.samples, prediction.micro_batches),
                 *(plan.recompute.value, plan.sync.value, prediction.step_text),
                 *(f"{prediction.samples_per_second:.4g}", f"{prediction.bubble_ratio:.1%}"),

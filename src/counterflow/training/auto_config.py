@@ -68,5 +68,5 @@ def _refuse(config: RunConfig) -> None:
         )
     if config.pipeline.cuts is not None:
         raise ConfigError(f"{_HOW}: decides pipeline.cuts; leave it out, or name the scheme")
-    if config.mesh.positions > 1:
+    if config.mesh.degrees.positions > 1:
         raise ConfigError(f"{_HOW}: plans no [mesh]; leave it out, or plan with counterflow plan")

@@ -117,7 +117,7 @@ class RunConfig(Section):
     @property
     def processes(self) -> int:
         """Number of ranks: workers of all replicas, at all positions of the mesh."""
-        return self.build_schedule().workers * self.pipeline.replicas * self.mesh.positions
+        return self.build_schedule().workers * self.pipeline.replicas * self.mesh.degrees.positions
 
     @property
     def sample_shares(self) -> int:
@@ -134,7 +134,7 @@ class RunConfig(Section):
             ConfigError: the number is another; the message says which would be legal.
         """
         workers, replicas = self.build_schedule().workers, self.pipeline.replicas
-        needed, positions = self.processes, self.mesh.positions
+        needed, positions = self.processes, self.mesh.degrees.positions
         if processes == needed:
             return
         legal, of_replica = f"start {needed}", workers * positions
@@ -196,7 +196,7 @@ class RunConfig(Section):
 
     def _refuse_mesh(self, schedule: Schedule) -> None:
         mesh = self.mesh
-        if mesh.positions == 1:
+        if mesh.degrees.positions == 1:
             return
         why = mesh.refusal(
             self.pipeline.transport,

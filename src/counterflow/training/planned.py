@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from counterflow.common.parallel_degrees import above_one
 from counterflow.errors import ConfigError
 from counterflow.planning import Cluster, Model, Prediction, Profile
 from counterflow.planning.cost.device_placement import mesh
@@ -98,7 +99,7 @@ def planned_config(
             "transport": (NCCL if cluster.cores is None else GLOO).name,
             "zero_stage": plan.zero_stage,
         },
-        "mesh": plan.degrees.by_name,
+        "mesh": above_one(plan.degrees),
         "optimizer": _OPTIMIZERS.get(model.optimizer_states, {}),
         "train": {"samples": plan.samples * prediction.micro_batches},
     }

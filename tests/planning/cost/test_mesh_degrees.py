@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from counterflow.common.parallel_degrees import Degrees
 from counterflow.errors import ConfigError
 from counterflow.planning import (
     AllReduce,
@@ -29,7 +30,7 @@ from counterflow.planning import (
     Profile,
     predict,
 )
-from counterflow.planning.cost.degrees import Degrees, PositionGroups, places
+from counterflow.planning.cost.degrees import PositionGroups, places
 from counterflow.planning.cost.positions import positioned
 from counterflow.planning.cost.stages import may_cut
 from counterflow.planning.inputs.input_files import dumps, load_profile
@@ -62,13 +63,11 @@ PROFILE = Profile("p", "a device", "2026-01-01", {"block": BLOCK, "dense": DENSE
 MODEL = Model("m", ("block",) * 8, input_bytes=4.0)
 CLUSTER = Cluster("c", 1, 8, 1e6, FREE, FREE)
 ONE = Degrees()
-DIMS = ("tensor_parallel", "context_parallel", "expert_parallel", "dp_shard")
 
 
 def configured(stages: int, micro_batches: int, degrees: Degrees = ONE, **more: int) -> Configuration:
     options = {"stages": stages, "micro_batches": micro_batches}
-    dims = {name: getattr(degrees, name) for name in DIMS}
-    return Configuration.of("dapple", options, more.get("replicas", 1), 1, **dims)
+    return Configuration.of("dapple", options, more.get("replicas", 1), 1, degrees=degrees)
 
 
 def of_position(degrees: Degrees, cluster: Cluster = CLUSTER, block: LayerProfile = BLOCK) -> LayerProfile:
@@ -78,20 +77,20 @@ def of_position(degrees: Degrees, cluster: Cluster = CLUSTER, block: LayerProfil
 def test_experts_by_hand() -> None:
     """Two positions: half of 8 bytes to the other one, and back; the count of tokens before."""
     linked = replace(CLUSTER, inside=Link(0.25, 0.5), allreduce_inside=FREE)
-    even = of_position(Degrees(1, 1, 2, 2), linked)
+    even = of_position(Degrees(2, 1, 1, 2), linked)
     assert even.seconds(F, 1) == pytest.approx(0.5 + 0.25 + 2 * (0.25 + 0.5 * 8 / 2))
     assert even.seconds(B, 1) == pytest.approx(1 + 2 * (0.25 + 0.5 * 8 / 2))
     assert even.seconds(I, 1) == pytest.approx(0.5 + 2 * (0.25 + 0.5 * 8 / 2))
     assert even.seconds(W, 1) == pytest.approx(0.5)
     # The position with the most has 1.5 times as many tokens: half of the layer takes 1.5 times as long.
     uneven = replace(BLOCK, experts=replace(EXPERTS, load=1.5, overhead_seconds=0.125))
-    loaded = of_position(Degrees(1, 1, 2, 2), linked, uneven)
+    loaded = of_position(Degrees(2, 1, 1, 2), linked, uneven)
     exchanges = 2 * (0.25 + 0.5 * 1.5 * 8 / 2) + 0.125
     assert loaded.seconds(F, 1) == pytest.approx(0.5 * 1.25 + 0.25 + exchanges)
     assert loaded.seconds(B, 1) == pytest.approx(1.25 + exchanges)
     assert loaded.saved(1) == pytest.approx(10 * (0.6 + 0.4 * 1.5))
     # All experts on each position: nothing is sent, and the load of experts is that of their sum.
-    alone = of_position(Degrees(1, 1, 1, 2), linked, uneven)
+    alone = of_position(Degrees(2, 1, 1, 1), linked, uneven)
     assert alone.seconds(F, 1) == 0.5
     assert of_position(Degrees(), linked, uneven) is uneven
 
@@ -104,32 +103,32 @@ def test_an_exchange_by_the_links_that_it_crosses() -> None:
         cost = PositionGroups(cluster, degrees).exchange()
         return cost.latency_seconds, cost.seconds_per_byte
 
-    assert exchange(Degrees(1, 1, 2, 2), two) == (0.5, 1 / 2)
-    assert exchange(Degrees(1, 1, 4, 4), two) == (2.0, 10 * 2 / 4)  # beside it, a quarter inside
-    assert exchange(Degrees(1, 1, 4, 4), shared) == (2.0, 2 * 10 * 2 / 4)
+    assert exchange(Degrees(2, 1, 1, 2), two) == (0.5, 1 / 2)
+    assert exchange(Degrees(4, 1, 1, 4), two) == (2.0, 10 * 2 / 4)  # beside it, a quarter inside
+    assert exchange(Degrees(4, 1, 1, 4), shared) == (2.0, 2 * 10 * 2 / 4)
     # Experts are on the devices of tensor parallelism first; if 2 does not divide 3, on those of three nodes.
-    assert exchange(Degrees(2, 1, 4, 4), two) == (2.0, 10 * 2 / 4)
-    assert exchange(Degrees(2, 1, 3, 3), two) == (2.0, 10 * 2 / 3)
-    assert exchange(Degrees(2, 1, 2, 1), two) == (0.5, 1 / 2)
-    gather = PositionGroups(two, Degrees(2, 1, 4, 4)).token_gather()
+    assert exchange(Degrees(4, 1, 2, 4), two) == (2.0, 10 * 2 / 4)
+    assert exchange(Degrees(3, 1, 2, 3), two) == (2.0, 10 * 2 / 3)
+    assert exchange(Degrees(1, 1, 2, 2), two) == (0.5, 1 / 2)
+    gather = PositionGroups(two, Degrees(4, 1, 2, 4)).token_gather()
     assert (gather.latency_seconds, gather.seconds_per_byte) == (0.5, 1 / 2)
-    assert PositionGroups(two, Degrees(2, 1, 3, 3)).token_gather().seconds(100) == 0
+    assert PositionGroups(two, Degrees(3, 1, 2, 3)).token_gather().seconds(100) == 0
     quick = replace(two, between=Link(2.0, 0.1))
-    assert exchange(Degrees(1, 1, 4, 4), quick) == (2.0, 1 / 4)  # the link inside is the slower one
+    assert exchange(Degrees(4, 1, 1, 4), quick) == (2.0, 1 / 4)  # the link inside is the slower one
 
 
 def test_memory_of_experts_by_hand() -> None:
     """100 bytes, 60 of them of experts, on two positions that have half of the experts each."""
-    config = configured(2, 2, Degrees(1, 1, 2, 2))
+    config = configured(2, 2, Degrees(2, 1, 1, 2))
     found = predict(MODEL, PROFILE, CLUSTER, config)
     # Shards of all weights; gradients of the dense ones and of its own experts; Adam's states of the shards;
     # an op gathers the dense weights of a layer, and experts are where they are used.
     assert [worker.weights for worker in found.memory] == [4 * (50 + (40 + 30) + 2 * 50) + 40] * 2
     # On four positions experts are sharded over two, so an op gathers these as well.
-    wide = predict(MODEL, PROFILE, CLUSTER, configured(2, 2, Degrees(1, 1, 2, 4)))
+    wide = predict(MODEL, PROFILE, CLUSTER, configured(2, 2, Degrees(4, 1, 1, 2)))
     assert [worker.weights for worker in wide.memory] == [4 * (25 + (40 + 30) + 2 * 25) + 40 + 30] * 2
     # Without experts that are divided, all gradients are whole.
-    plain = predict(MODEL, PROFILE, CLUSTER, configured(2, 2, Degrees(1, 1, 1, 2)))
+    plain = predict(MODEL, PROFILE, CLUSTER, configured(2, 2, Degrees(2, 1, 1, 1)))
     assert [worker.weights for worker in plain.memory] == [4 * (50 + 100 + 2 * 50) + 100] * 2
 
 
@@ -157,14 +156,14 @@ def test_a_step_of_sharded_weights_by_hand() -> None:
     """Dense weights of 100 bytes a layer on two positions, gathered in each op and summed once."""
     model = replace(MODEL, layers=("dense",) * 8)
     linked = replace(CLUSTER, allreduce_inside=Link(0.125, 0.01))
-    found = predict(model, PROFILE, linked, configured(2, 2, Degrees(1, 1, 1, 2)))
+    found = predict(model, PROFILE, linked, configured(2, 2, Degrees(2, 1, 1, 1)))
     gather = 0.125 + 0.01 * 100 / 2
     forward, backward = 4 * (0.5 + gather), 4 * (1 + gather)
     # The sum of a stage is its layers' reduce-scatters: as many bytes as their gathers.
     assert found.step_seconds == pytest.approx(3 * (forward + backward) + 4 * gather)
     assert found.mini_batch == 2 * 2
     # Two copies of it sum shards of 50 bytes.
-    copies = predict(model, PROFILE, linked, configured(2, 2, Degrees(1, 1, 1, 2), replicas=2))
+    copies = predict(model, PROFILE, linked, configured(2, 2, Degrees(2, 1, 1, 1), replicas=2))
     assert copies.step_seconds == pytest.approx(found.step_seconds + 2 * 0.125 + 0.01 * 4 * 50)
     assert copies.mini_batch == 2 * 2 * 2
     assert copies.mesh is not None
@@ -173,15 +172,15 @@ def test_a_step_of_sharded_weights_by_hand() -> None:
 
 def test_positions_of_several_nodes() -> None:
     nodes = Cluster("c", 8, 2, 1e6, FREE, Link(0.5, 0.25), shared_adapter=True)
-    spread = places(nodes, Degrees(1, 1, 4, 4))
+    spread = places(nodes, Degrees(4, 1, 1, 4))
     assert (spread.size, spread.devices, spread.nodes) == (4, 1, 4)
     assert spread.between.seconds_per_byte == 0.5  # both devices of a node send at one time
-    for degrees in (Degrees(1, 1, 1, 3), Degrees(1, 1, 1, 32)):
+    for degrees in (Degrees(3, 1, 1, 1), Degrees(32, 1, 1, 1)):
         with pytest.raises(ConfigError, match="has to be a part of the 2 of a node of cluster c, or whole"):
             places(nodes, degrees)
     mixed = replace(nodes, kinds=(NodeKind("a", 4), NodeKind("b", 4)))
     with pytest.raises(ConfigError, match="dp_shard 4: a worker has 4 devices"):
-        places(mixed, Degrees(1, 1, 1, 4))
+        places(mixed, Degrees(4, 1, 1, 1))
 
 
 TIED = replace(MODEL, ties=(LayerTie((0, 7), 4.0),))
@@ -231,7 +230,7 @@ def test_degrees_that_cannot_be_are_refused(
 
 def test_asynchronous_schemes_and_slices_are_refused_and_omitted() -> None:
     degrees = Degrees(1, 2, 1, 1)
-    config = Configuration.of("pipedream", {"stages": 2}, 1, 1, context_parallel=2)
+    config = Configuration.of("pipedream", {"stages": 2}, 1, 1, degrees=Degrees(cp=2))
     with pytest.raises(ConfigError, match="pipedream with cp 2: positions that share sequences"):
         predict(MODEL, PROFILE, CLUSTER, config)
     sliced = configured(2, 2, degrees)
@@ -249,18 +248,18 @@ def test_degrees_that_are_tried() -> None:
     def tried(model: Model = MODEL, cluster: Cluster = CLUSTER, **limits: tuple[int, ...]) -> list[Degrees]:
         return degrees_tried(model, PROFILE, cluster, Constraints(**limits))  # type: ignore[arg-type]
 
-    assert tried() == [Degrees(), Degrees(1, 1, 2, 2), Degrees(1, 1, 4, 4)]
+    assert tried() == [Degrees(), Degrees(2, 1, 1, 2), Degrees(4, 1, 1, 4)]
     # As few shards as experts need beside contexts.
     assert tried(contexts=(1, 2)) == [
-        *tried(), Degrees(1, 2, 1, 1), Degrees(1, 2, 2, 1), Degrees(1, 2, 4, 2),
+        *tried(), Degrees(1, 2, 1, 1), Degrees(1, 2, 1, 2), Degrees(2, 2, 1, 4),
     ]  # fmt: skip
     assert tried(shards=(2, 4), experts=(1, 4)) == [
         Degrees(dp_shard=2),
         Degrees(dp_shard=4),
-        Degrees(1, 1, 4, 4),
+        Degrees(4, 1, 1, 4),
     ]
     # What nobody asked for is left out where it is refused.
-    assert tried(cluster=replace(CLUSTER, devices=2)) == [Degrees(), Degrees(1, 1, 2, 2)]
+    assert tried(cluster=replace(CLUSTER, devices=2)) == [Degrees(), Degrees(2, 1, 1, 2)]
     assert tried(zero_stages=(1,)) == tried(slices=(2,)) == tried(TIED) == [Degrees()]
     assert tried(replace(MODEL, layers=("dense",) * 8)) == [Degrees()]
 
@@ -281,7 +280,6 @@ def test_the_search_finds_the_best_of_all(memory: float) -> None:
     for degrees in tried:
         at = predictor.at(degrees)
         groups, _ = space(MODEL, at.cluster, 8, limits.at(degrees, tried, cluster), degrees=degrees)
-        dims = {name: getattr(degrees, name) for name in DIMS}
         choices = product(groups, Recompute, (Sync.END, Sync.EAGER, Sync.EAGER_OPT), Arrangement, Cutting)
         for group, recompute, sync, arrangement, cuts in choices:
             if not may_cut(MODEL, cuts, group.stages):
@@ -289,7 +287,7 @@ def test_the_search_finds_the_best_of_all(memory: float) -> None:
             for zero_stage in group.zero_stages:
                 config = Configuration(
                     group.scheme, group.options, group.replicas, group.samples, recompute, sync, arrangement,
-                    cuts, zero_stage=zero_stage, **dims,
+                    cuts, zero_stage=zero_stage, degrees=degrees,
                 )  # fmt: skip
                 play = at.play(config, 8)
                 assert play.updates == 1
@@ -340,7 +338,7 @@ def candidates(draw: st.DrawFn) -> tuple[Cluster, Profile, Configuration]:
             draw(st.sampled_from(Recompute)),
             Sync.EAGER,
             draw(st.sampled_from(Arrangement)),
-            **{name: getattr(degrees, name) for name in DIMS},
+            degrees=degrees,
         ),
     )
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from counterflow.common.parallel_degrees import Degrees
 from counterflow.errors import ConfigError, PlanError
 from counterflow.planning import (
     AllReduce,
@@ -25,7 +26,7 @@ from counterflow.planning import (
     Profile,
     predict,
 )
-from counterflow.planning.cost.degrees import Degrees, places
+from counterflow.planning.cost.degrees import places
 from counterflow.planning.cost.positions import positioned
 from counterflow.planning.inputs.cluster import all_reduce
 from counterflow.planning.inputs.input_files import dumps, load_profile
@@ -59,17 +60,17 @@ def configured(stages: int, micro_batches: int) -> Configuration:
 
 def test_a_step_by_hand() -> None:
     one = configured(4, 4)
-    halved = predict(MODEL, PROFILE, CLUSTER, replace(one, tensor_parallel=2))
+    halved = predict(MODEL, PROFILE, CLUSTER, replace(one, degrees=Degrees(tp=2)))
     # Half of each layer's seconds is divided by 2: 3/4 is left. Two blocks a stage, F = 3/4 and B = 3/2.
     assert halved.step_seconds == pytest.approx(7 * 2.25)
     assert predict(MODEL, PROFILE, CLUSTER, one).step_seconds == pytest.approx(7 * 3)
     # Two all-reduces of 4 bytes a layer, of 2 positions: 2·(0.25 + 0.5·4/2) seconds more a forward; backwards
     # have as many.
     linked = replace(CLUSTER, allreduce_inside=Link(0.125, 0.5))
-    summing = predict(MODEL, PROFILE, linked, replace(one, tensor_parallel=2))
+    summing = predict(MODEL, PROFILE, linked, replace(one, degrees=Degrees(tp=2)))
     each = 2 * 2 * (2 * 0.125 + 2 * 0.5 * 4 / 2)
     assert summing.step_seconds == pytest.approx(7 * (2.25 + 2 * each))
-    again = replace(one, tensor_parallel=2, recompute=Recompute.STAGE)
+    again = replace(one, degrees=Degrees(tp=2), recompute=Recompute.STAGE)
     # Worker 3 computes 4 micro-batches; before, a forward goes down to it, and after, a backward back alone.
     forward, backward = 0.75 + each, 1.5 + each
     expected = 4 * (2 * forward + backward) + 3 * (forward + backward)
@@ -78,7 +79,7 @@ def test_a_step_by_hand() -> None:
 
 def test_memory_by_hand() -> None:
     plain = Cluster("c", 2, 2, 1e6, FREE, FREE)
-    found = predict(MODEL, PROFILE, plain, replace(configured(2, 2), tensor_parallel=2))
+    found = predict(MODEL, PROFILE, plain, replace(configured(2, 2), degrees=Degrees(tp=2)))
     # 4 layers of 100 · (1 − 3/4 + 3/8) = 62.5 bytes, gradients and Adam's two; 8 of 10 bytes are kept.
     assert [worker.weights for worker in found.memory] == [4 * 62.5 * 4] * 2
     assert found.memory[0].activations == 2 * 4 * 8.0
@@ -87,7 +88,10 @@ def test_memory_by_hand() -> None:
 
 def test_what_is_not_divided_is_whole_at_every_position() -> None:
     found = predict(
-        replace(MODEL, layers=("whole",) * 8), PROFILE, CLUSTER, replace(configured(4, 4), tensor_parallel=2)
+        replace(MODEL, layers=("whole",) * 8),
+        PROFILE,
+        CLUSTER,
+        replace(configured(4, 4), degrees=Degrees(tp=2)),
     )
     alone = predict(replace(MODEL, layers=("whole",) * 8), PROFILE, CLUSTER, configured(4, 4))
     assert found.step_seconds == alone.step_seconds
@@ -98,27 +102,27 @@ def test_of_nodes_that_differ_the_slowest_links_count() -> None:
     kinds = NodeKind("quick", 1), NodeKind("slow", 1, inside=Link(0.5, 0.0))
     two = Cluster("c", 2, 2, 1e6, FREE, FREE, kinds=kinds)
     # Of two positions an all-reduce has two latencies; a block two of them in a forward.
-    assert positioned(MODEL, PROFILE, two, Degrees(2)).layer("block").seconds(F, 1) == pytest.approx(
+    assert positioned(MODEL, PROFILE, two, Degrees(tp=2)).layer("block").seconds(F, 1) == pytest.approx(
         0.375 + 2 * 2 * 0.5
     )
 
 
 def test_positions_share_the_way_out_of_a_node() -> None:
     cluster = Cluster("c", 2, 2, 1e6, FREE, Link(0.25, 0.5), shared_adapter=True)
-    one = replace(configured(2, 1), tensor_parallel=2)
+    one = replace(configured(2, 1), degrees=Degrees(tp=2))
     # F = 4 · 3/8, B twice; a message of 4 bytes each way, and of every position at one time.
     assert predict(MODEL, PROFILE, cluster, one).step_seconds == pytest.approx(2 * 4.5 + 2 * (0.25 + 0.5 * 8))
     own = replace(cluster, shared_adapter=False)
     assert predict(MODEL, PROFILE, own, one).step_seconds == pytest.approx(2 * 4.5 + 2 * (0.25 + 0.5 * 4))
     # Gradients of one stage of 8 · 62.5 bytes over two replicas, of both positions at one time.
-    two = replace(configured(1, 1), replicas=2, tensor_parallel=2)
+    two = replace(configured(1, 1), replicas=2, degrees=Degrees(tp=2))
     assert predict(MODEL, PROFILE, cluster, two).step_seconds == pytest.approx(9 + 2 * 0.25 + 2 * 500 / 2)
     assert predict(MODEL, PROFILE, own, two).step_seconds == pytest.approx(9 + 2 * 0.25 + 500 / 2)
 
 
 def test_split_backwards_sum_in_the_input_gradient() -> None:
     linked = replace(CLUSTER, allreduce_inside=Link(1.0, 0.0))
-    layer = positioned(MODEL, PROFILE, linked, Degrees(2)).layer("block")
+    layer = positioned(MODEL, PROFILE, linked, Degrees(tp=2)).layer("block")
     assert layer.seconds(B, 1) == pytest.approx(0.75 + 2 * 2)
     assert layer.seconds(I, 1) == pytest.approx(0.375 + 2 * 2)
     assert layer.seconds(W, 1) == pytest.approx(0.375)
@@ -127,7 +131,9 @@ def test_split_backwards_sum_in_the_input_gradient() -> None:
 def test_dividing_has_its_overhead_and_fewer_samples_their_curve() -> None:
     curved = replace(BLOCK, forward_seconds=(0.5, 0.6), backward_seconds=(1.0, 2.0))
     curved = replace(curved, tensor_parallel=Division(forward=1.0, overhead_seconds=0.25))
-    found = positioned(MODEL, replace(PROFILE, layers={"block": curved}), CLUSTER, Degrees(2)).layer("block")
+    found = positioned(MODEL, replace(PROFILE, layers={"block": curved}), CLUSTER, Degrees(tp=2)).layer(
+        "block"
+    )
     # Two samples take what one takes whole; one what half of one would: on the line of the first two.
     assert found.forward_seconds == pytest.approx((0.45 + 0.25, 0.5 + 0.25))
     assert found.backward_seconds == pytest.approx((1.25, 2.25))
@@ -137,7 +143,7 @@ def test_dividing_has_its_overhead_and_fewer_samples_their_curve() -> None:
 def test_workers_of_all_positions_share_the_cores() -> None:
     few = Cluster("c", 1, 4, 1e6, FREE, FREE, cores=2)
     whole = predict(MODEL, PROFILE, few, configured(4, 4))
-    halved = predict(MODEL, PROFILE, few, replace(configured(2, 4), tensor_parallel=2))
+    halved = predict(MODEL, PROFILE, few, replace(configured(2, 4), degrees=Degrees(tp=2)))
     assert whole.step_seconds == pytest.approx(4 * 8 * 1.5 / 2 + 3)  # and some waits of the order
     assert halved.step_seconds == pytest.approx(4 * 8 * 1.5 * 3 / 4 * 2 / 2)
     assert "4 workers of a node share 2 cores" in halved.notes[0]
@@ -147,7 +153,7 @@ def test_workers_of_all_positions_share_the_cores() -> None:
     ("positions", "profile", "model", "message"),
     [
         (3, PROFILE, MODEL, "tensor_parallel=3: must divide the 2 devices of a node of cluster c"),
-        (0, PROFILE, MODEL, "tensor_parallel=0: must divide"),
+        (0, PROFILE, MODEL, r"(tp = |tensor_parallel=)0: must be 1 or more"),
         (
             2,
             replace(PROFILE, layers={"block": replace(BLOCK, tensor_parallel=replace(DIVIDED, parts=3))}),
@@ -167,7 +173,7 @@ def test_what_cannot_be_divided_is_refused(
     positions: int, profile: Profile, model: Model, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        Predictor(model, profile, CLUSTER).at(Degrees(positions))
+        Predictor(model, profile, CLUSTER).at(Degrees(tp=positions))
     with pytest.raises(ConfigError, match=message):
         search(model, profile, CLUSTER, 8, Constraints(tensor_parallel=(positions,)))
 
@@ -203,7 +209,7 @@ def test_several_numbers_of_positions_are_searched_like_each_alone(memory: float
     together = search(MODEL, profile, cluster, 4, Constraints(schemes, tensor_parallel=(1, 2, 4)), count=10)
     best = sorted((plan for found in alone for plan in found.best), key=lambda plan: plan.seconds)[:10]
     assert [plan.seconds for plan in together.best] == [plan.seconds for plan in best]
-    assert {plan.play.configuration.tensor_parallel for plan in together.best} & {2, 4}
+    assert {plan.play.configuration.degrees.tp for plan in together.best} & {2, 4}
     for scheme in schemes:
         of_each = [plan for found in alone for plan in found.of_schemes]
         least = min(p.seconds for p in of_each if p.play.configuration.scheme == scheme)
@@ -218,7 +224,7 @@ def test_several_numbers_of_positions_are_searched_like_each_alone(memory: float
 
 def test_depths_that_only_some_positions_allow_are_told() -> None:
     found = search(MODEL, PROFILE, LINKED, 16, Constraints(("dapple",), depths=(8,), tensor_parallel=(1, 2)))
-    assert found.best[0].play.configuration.tensor_parallel == 1
+    assert found.best[0].play.configuration.degrees.tp == 1
     told = [(each.what, each.reason) for each in found.omissions]
     assert told == [("with tensor parallelism over 2, depth 8", "does not divide the 4 places of 2 devices")]
     with pytest.raises(ConfigError, match="depth=3: must divide"):
@@ -253,7 +259,7 @@ def candidates(draw: st.DrawFn) -> tuple[Cluster, Profile, Configuration]:
     positions = draw(st.sampled_from((2, 4)))
     profile = replace(PROFILE, layers=layers, op_overhead_seconds=overhead)
     wanted = Constraints(("dapple", "gpipe", "chimera", "zb-h1", "hanayo"), tensor_parallel=(positions,))
-    groups, _ = space(MODEL, places(cluster, Degrees(positions)), 16, wanted)
+    groups, _ = space(MODEL, places(cluster, Degrees(tp=positions)), 16, wanted)
     group = draw(st.sampled_from(groups))
     return (
         cluster,
@@ -266,7 +272,7 @@ def candidates(draw: st.DrawFn) -> tuple[Cluster, Profile, Configuration]:
             draw(st.sampled_from(Recompute)),
             Sync.EAGER,
             draw(st.sampled_from(Arrangement)),
-            tensor_parallel=positions,
+            degrees=Degrees(tp=positions),
         ),
     )
 
@@ -283,7 +289,7 @@ def test_no_candidate_beats_its_bound(drawn: tuple[Cluster, Profile, Configurati
         Constraints(
             (configuration.scheme,),
             samples=(configuration.samples,),
-            tensor_parallel=(configuration.tensor_parallel,),
+            tensor_parallel=(configuration.degrees.tp,),
         ),
         count=1,
     )

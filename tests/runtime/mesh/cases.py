@@ -18,6 +18,7 @@ from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import counterflow as cf
+from counterflow.common.parallel_degrees import Degrees
 from counterflow.planning import Cluster, Configuration, Division, LayerProfile, Link, Model, Profile, predict
 from counterflow.runtime.mesh.parallel import StageModule
 from counterflow.schedule.ir import Schedule
@@ -274,7 +275,7 @@ def held_as_planned() -> None:
     from torch.distributed.tensor import DTensor
 
     mesh = mesh_of((1, 2, 2), ("replica", "worker", "tp"))
-    dapple = Configuration.of("dapple", {"stages": 2, "micro_batches": 3}, 1, 1, tensor_parallel=2)
+    dapple = Configuration.of("dapple", {"stages": 2, "micro_batches": 3}, 1, 1, degrees=Degrees(tp=2))
     # Of 87 numbers norm, down's bias and what is unused are whole: 72 are divided, 8 bytes each.
     division = Division(weights=72 / 87)
     layer = LayerProfile((1.0,), (1.0,), (1.0,), (0.0,), 8.0 * 87, 0.0, tensor_parallel=division)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from counterflow.common.number_texts import byte_size
+from counterflow.common.parallel_degrees import DEGREES, above_one, by_letter
 from counterflow.common.plurals import plural
 from counterflow.planning.by_length import slices_win_from
 from counterflow.planning.prediction import choices, seconds_text
@@ -118,13 +119,17 @@ def _room(plans: Sequence[Plan], *, with_arrangement: bool) -> int:
     return (132 if with_arrangement else 114) + 4 * len(_degrees(plans))
 
 
-_DEGREES = {"S": "dp_shard", "C": "context_parallel", "T": "tensor_parallel", "E": "expert_parallel"}
-"""Columns of degrees, by their heads."""
+def _degree(letter: str) -> Callable[[Prediction], str]:
+    return lambda p: str(by_letter(p.configuration.degrees)[letter])
 
 
 def _degrees(plans: Sequence[Plan]) -> list[str]:
-    chosen = [plan.play.configuration for plan in plans]
-    return [head for head, name in _DEGREES.items() if any(getattr(plan, name) > 1 for plan in chosen)]
+    chosen = [plan.play.configuration.degrees for plan in plans]
+    return [
+        names.letter
+        for name, names in DEGREES.items()
+        if any(name in above_one(degrees) for degrees in chosen)
+    ]
 
 
 def _ranking(plans: Sequence[Plan], *, width: int, with_arrangement: bool) -> Any:
@@ -136,10 +141,7 @@ def _ranking(plans: Sequence[Plan], *, width: int, with_arrangement: bool) -> An
         ),
         "D": lambda p: str(p.workers),
         "W": lambda p: str(p.configuration.replicas),
-        "S": lambda p: str(p.configuration.dp_shard),
-        "C": lambda p: str(p.configuration.context_parallel),
-        "T": lambda p: str(p.configuration.tensor_parallel),
-        "E": lambda p: str(p.configuration.expert_parallel),
+        **{letter: _degree(letter) for letter in _degrees(plans)},
         "B": lambda p: str(p.configuration.samples),
         "N": lambda p: str(p.micro_batches),
         "recompute": lambda p: p.configuration.recompute.value,
@@ -150,8 +152,6 @@ def _ranking(plans: Sequence[Plan], *, width: int, with_arrangement: bool) -> An
         "bubbles": lambda p: f"{p.bubble_ratio:.1%}",
         "peak memory": lambda p: byte_size(max(p.peak_bytes)),
     }
-    for head in _DEGREES.keys() - _degrees(plans):
-        del cells[head]
     if not (is_complete and with_arrangement):
         del cells["devices"]
     if not is_complete:
@@ -201,7 +201,7 @@ def _of_best(plan_found: Plan) -> Iterator[str]:
     if (devices := best.mesh) is not None:
         count = best.workers * plan.replicas * plan.degrees.positions
         parts_text = str(devices) if count <= _MESH_TOLD else f"of {count} devices: see --json"
-        position = "·".join(name for name in plan.degrees.by_name if name != "ep")
+        position = "·".join(name for name in above_one(plan.degrees) if name != "ep")
         yield f"  mesh                    {parts_text} (replica, worker, {position})"
     for text in best.notes:
         yield f"  note                    {text}"
@@ -345,8 +345,8 @@ def _short(prediction: Prediction) -> str:
 
 
 def _divided(plan: Configuration) -> str:
-    degrees = ((head, getattr(plan, name)) for head, name in _DEGREES.items())
-    return "".join(f"{head}={degree}, " for head, degree in degrees if degree > 1)
+    degrees = by_letter(plan.degrees).items()
+    return "".join(f"{letter}={degree}, " for letter, degree in degrees if degree > 1)
 
 
 def _is_data_parallel(prediction: Prediction) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from counterflow.common.parallel_degrees import Degrees, text_of
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Recompute
@@ -17,7 +18,7 @@ from ..inputs.cluster import Cluster
 from ..inputs.model import Model
 from ..inputs.profile import LayerProfile, Profile
 from .context_parallel import context_model, of_context
-from .degrees import Degrees, PositionGroups, places
+from .degrees import PositionGroups, places
 from .expert_parallel import of_experts
 from .sharded_layer import sharded
 from .tensor_parallel import of_position
@@ -40,45 +41,46 @@ def positioned(model: Model, profile: Profile, cluster: Cluster, degrees: Degree
         return profile
     if model.shards_state:
         raise ConfigError(
-            f"{degrees}: cannot be combined with pipeline.zero_stage = 1 of the profiled config; use only "
-            "one of them"
+            f"{text_of(degrees)}: cannot be combined with pipeline.zero_stage = 1 of the profiled config; "
+            "use only one of them"
         )
     if degrees.shards > 1 and model.gradient_share < 1:
         raise ConfigError(
-            f"{degrees}: cannot be combined with pipeline.gradient_compression of the profiled config; use "
-            "only one of them"
+            f"{text_of(degrees)}: cannot be combined with pipeline.gradient_compression of the profiled "
+            "config; use only one of them"
         )
-    if profile.positions % (2 * degrees.context_parallel) and degrees.context_parallel > 1:
+    if profile.positions % (2 * degrees.cp) and degrees.cp > 1:
         raise ConfigError(
-            f"contexts={degrees.context_parallel}: each position has a head and a tail of a sequence, whose "
+            f"contexts={degrees.cp}: each position has a head and a tail of a sequence, whose "
             f"length is {profile.positions}; give a divisor of {profile.positions / 2:g}"
         )
     if degrees.shards > 1 and model.ties:
-        raise ConfigError(f"{degrees}: layers share a weight with others, which no plan shards")
+        raise ConfigError(f"{text_of(degrees)}: layers share a weight with others, which no plan shards")
     groups, layers = PositionGroups(cluster, degrees), dict(profile.layers)
     tied = {model.layers[i] for tie in model.ties for i in tie.layers}
     kinds = dict.fromkeys(model.layers)
-    if degrees.expert_parallel > 1 and not any(profile.layer(kind).experts for kind in kinds):
+    if degrees.ep > 1 and not any(profile.layer(kind).experts for kind in kinds):
         raise ConfigError(
-            f"{degrees}: profile {profile.name} has no experts; give a kind of layers an experts table"
+            f"{text_of(degrees)}: profile {profile.name} has no experts; give a kind of layers an experts "
+            "table"
         )
     for kind in kinds:
         layer = _divided(kind, profile.layer(kind), groups, is_tied=kind in tied)
-        layer = of_context(layer, degrees.context_parallel, groups.context_gather())
-        if layer.experts is not None and degrees.expert_parallel > 1:
-            if layer.experts.count % degrees.expert_parallel:
+        layer = of_context(layer, degrees.cp, groups.context_gather())
+        if layer.experts is not None and degrees.ep > 1:
+            if layer.experts.count % degrees.ep:
                 raise ConfigError(
-                    f"expert_parallel={degrees.expert_parallel}: must divide the {layer.experts.count} "
+                    f"expert_parallel={degrees.ep}: must divide the {layer.experts.count} "
                     f"experts of layers of kind {kind!r}"
                 )
-            shares, gather = degrees.token_shares, groups.token_gather()
+            shares, gather = degrees.borrowed.tp, groups.token_gather()
             layer = of_experts(layer, layer.experts, groups.exchange(), shares=shares, gather=gather)
         layers[kind] = sharded(layer, groups)
     return replace(profile, layers=layers)
 
 
 def _divided(kind: str, layer: LayerProfile, groups: PositionGroups, *, is_tied: bool) -> LayerProfile:
-    positions, division = groups.degrees.tensor_parallel, layer.tensor_parallel
+    positions, division = groups.degrees.tp, layer.tensor_parallel
     if positions == 1 or division is None:
         return layer
     if division.parts % positions:
@@ -135,7 +137,7 @@ class Inputs:
             profile.layer(kind)
         position = places(cluster, degrees)
         divided = positioned(model, profile, cluster, degrees)
-        of_position = context_model(model, degrees.context_parallel)
+        of_position = context_model(model, degrees.cp)
         return cls(of_position, divided, position, model, profile, cluster, degrees)
 
     def recomputed(self, schedule: Schedule, recompute: Recompute) -> Schedule:

@@ -76,11 +76,11 @@ def sharded(layer: LayerProfile, groups: PositionGroups) -> LayerProfile:
     """
     degrees = groups.degrees
     count = degrees.shards
-    if count == degrees.expert_parallel == 1 or not layer.weights_bytes:
+    if count == degrees.ep == 1 or not layer.weights_bytes:
         return layer
     routed = 0.0 if layer.experts is None else layer.experts.weights_bytes / layer.weights_bytes
-    gathered_share = 1 - routed + routed / degrees.expert_parallel
-    share = (1 - routed) / count + routed / (degrees.expert_parallel * degrees.expert_shards)
+    gathered_share = 1 - routed + routed / degrees.ep
+    share = (1 - routed) / count + routed / (degrees.ep * degrees.expert_shards)
     local = replace(
         layer,
         weights_bytes=layer.weights_bytes * share,
@@ -99,13 +99,13 @@ def sharded(layer: LayerProfile, groups: PositionGroups) -> LayerProfile:
         """Seconds of a gather, or of a sum, of weights that take this many bytes with all experts."""
         seconds = of_all.seconds((1 - routed) * size) if routed < 1 else 0.0
         if routed and degrees.expert_shards > 1:
-            seconds += of_experts.seconds(routed * size / degrees.expert_parallel)
+            seconds += of_experts.seconds(routed * size / degrees.ep)
         return seconds
 
     gather, size = collective_seconds(layer.weights_bytes), layer.gradient_bytes
     gathered = (1 - routed) * layer.weights_bytes
     if degrees.expert_shards > 1:
-        gathered += routed * layer.weights_bytes / degrees.expert_parallel
+        gathered += routed * layer.weights_bytes / degrees.ep
     lines = layer.lines()
     seconds = {kind: tuple(amount + gather for amount in lines[kind].amounts) for kind in lines}
     whole = WholeWeights(

@@ -6,13 +6,13 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from counterflow.common.cli_fields import cli_field
+from counterflow.common.parallel_degrees import Degrees, text_of
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.layouts import Layout
 from counterflow.schedule.modes import Recompute, Sync
 from counterflow.schedule.scheme import Scheme
 
-from ..cost.degrees import Degrees
 from ..cost.device_placement import Arrangement
 from ..cost.stages import Cuts, Cutting
 from ..inputs.cluster import Cluster
@@ -158,7 +158,9 @@ class Constraints:
         """
         stages = self.zero_stages if degrees.positions == 1 else (0,)
         if 0 in stages and 0 not in self.zero_stages:
-            raise ConfigError(f"{degrees}: cannot be combined with zero_stage=1; give only one of them")
+            raise ConfigError(
+                f"{text_of(degrees)}: cannot be combined with zero_stage=1; give only one of them"
+            )
         if self.depths is None or len(tried) == 1:
             return replace(self, zero_stages=stages)
         legal = {
@@ -177,8 +179,8 @@ class Constraints:
             return self.slices
         if self.slices is not None and 1 not in self.slices:
             raise ConfigError(
-                f"slices={self.slices[0]}: plans with {degrees} have whole sequences; give slices=1, or "
-                "omit one of them"
+                f"slices={self.slices[0]}: plans with {text_of(degrees)} have whole sequences; give "
+                "slices=1, or omit one of them"
             )
         return (1,)
 

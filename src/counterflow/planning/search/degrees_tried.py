@@ -9,10 +9,10 @@ import math
 from collections.abc import Iterator
 from itertools import product
 
-from counterflow.common.borrowed_positions import borrowed_positions
+from counterflow.common.parallel_degrees import Degrees, borrowed_positions
 from counterflow.errors import ConfigError
 
-from ..cost.degrees import Degrees, expert_degrees, places
+from ..cost.degrees import expert_degrees, places
 from ..inputs.cluster import Cluster
 from ..inputs.model import Model
 from ..inputs.profile import Profile
@@ -40,14 +40,14 @@ def degrees_tried(
         experts = tuple(expert_degrees(math.gcd(*counts))) if counts else (1,)
     tried: dict[Degrees, None] = {}
     for tensor, context, expert in product(constraints.tensor_parallel, constraints.contexts, experts):
-        _require_positive(context, expert)
-        least = borrowed_positions(expert, cp=context, tp=max(1, tensor)).dp_shard
+        _require_positive(tensor_parallel=tensor, contexts=context, experts=expert)
+        least = borrowed_positions(expert, cp=context, tp=tensor).dp_shard
         for shards in constraints.shards or (least,):
             if shards < 1:
                 raise ConfigError(f"shards={shards}: must be 1 or more")
             if constraints.shards is not None and shards * context * tensor % expert:
                 continue
-            degrees = Degrees(tensor, context, expert, shards)
+            degrees = Degrees(shards, context, tensor, expert)
             if constraints.experts is not None or expert == 1 or _fits(degrees, model, cluster, constraints):
                 tried[degrees] = None
     if not tried:
@@ -59,8 +59,8 @@ def degrees_tried(
     return [*tried]
 
 
-def _require_positive(context: int, expert: int) -> None:
-    for name, degree in (("contexts", context), ("experts", expert)):
+def _require_positive(**degrees: int) -> None:
+    for name, degree in degrees.items():
         if degree < 1:
             raise ConfigError(f"{name}={degree}: must be 1 or more")
 
@@ -80,11 +80,11 @@ def _fits(degrees: Degrees, model: Model, cluster: Cluster, constraints: Constra
 
 def words(degrees: Degrees) -> Iterator[str]:
     """Degrees above 1, for people."""
-    if degrees.tensor_parallel > 1:
-        yield f"tensor parallelism over {degrees.tensor_parallel}"
-    if degrees.context_parallel > 1:
-        yield f"contexts over {degrees.context_parallel}"
-    if degrees.expert_parallel > 1:
-        yield f"experts over {degrees.expert_parallel}"
+    if degrees.tp > 1:
+        yield f"tensor parallelism over {degrees.tp}"
+    if degrees.cp > 1:
+        yield f"contexts over {degrees.cp}"
+    if degrees.ep > 1:
+        yield f"experts over {degrees.ep}"
     if degrees.shards > 1:
         yield f"weights sharded over {degrees.shards}"

@@ -21,11 +21,11 @@ from heapq import heapify, heappop, heappush
 from itertools import product
 from operator import attrgetter
 
+from counterflow.common.parallel_degrees import Degrees
 from counterflow.errors import PlanError
 from counterflow.program.player import load_numba
 from counterflow.schedule.modes import Recompute, Sync
 
-from ..cost.degrees import Degrees
 from ..cost.device_placement import Arrangement, Network
 from ..cost.stages import Cuts, Cutting, may_cut
 from ..inputs.cluster import Cluster
@@ -369,7 +369,7 @@ class _DegreeSearch:
         return not self.best.needs(candidate.group.scheme, least * candidate.updates / _ROUNDING)
 
     def _configuration(self, candidate: _Candidate) -> Configuration:
-        group, degrees = candidate.group, self.predictor.degrees
+        group = candidate.group
         return Configuration(
             group.scheme,
             group.options,
@@ -379,12 +379,9 @@ class _DegreeSearch:
             self.sync[0],
             candidate.arrangement,
             candidate.cuts,
-            degrees.tensor_parallel,
+            self.predictor.degrees,
             candidate.nodes,
             candidate.zero_stage,
-            degrees.context_parallel,
-            degrees.expert_parallel,
-            degrees.dp_shard,
         )
 
     def _quickest(self, play: Play, place: int) -> Plan:

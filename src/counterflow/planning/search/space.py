@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from counterflow.common.parallel_degrees import Degrees
 from counterflow.errors import ConfigError
 from counterflow.schedule import registry
 from counterflow.schedule.cuts import explicit
@@ -25,7 +26,6 @@ from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.orders.slices import slices_option
 from counterflow.schedule.scheme import DEPTH, PERIODS, SLICES, Scheme
 
-from ..cost.degrees import Degrees
 from ..cost.sharded_state import several_hold
 from ..cost.stages import Cutting, may_cut
 from ..inputs.cluster import Cluster

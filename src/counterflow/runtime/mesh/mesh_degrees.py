@@ -1,8 +1,7 @@
 """Degrees of parallelism beside the pipeline's, and the device mesh that has them.
 
 Invariant: experts borrow the positions of tensor parallelism, of the contexts and of the data's shards, so a
-degree of experts adds no ranks. Names are torchtitan's: ``dp_shard``, ``cp``, ``tp``, ``ep``; its
-``dp_replicate`` and ``pp`` are the pipeline's replicas and workers.
+degree of experts adds no ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from counterflow.common.borrowed_positions import borrowed_positions
+from counterflow.common.parallel_degrees import Degrees
 from counterflow.common.tensors.expert_modules import expert_modules
 from counterflow.errors import ConfigError
 
@@ -28,7 +27,7 @@ from .tensor_parallel import TensorParallel, divided_modules, refuse_undivided
 
 
 @dataclass(frozen=True, slots=True)
-class MeshDegrees:
+class MeshDegrees(Degrees):
     """Degrees of parallelism inside of a stage; a function for ``parallelize=``.
 
     A stage is on ``dp_shard * cp * tp`` ranks. Its weights are sharded by ``fully_shard`` over ``dp_shard``
@@ -55,30 +54,14 @@ class MeshDegrees:
     counterflow.errors.ConfigError: ep = 4: must divide dp_shard * cp * tp = 2
     """
 
-    dp_shard: int = 1
-    cp: int = 1
-    tp: int = 1
-    ep: int = 1
     ring: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("dp_shard", "cp", "tp", "ep"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} = {getattr(self, name)}: must be 1 or more")
-        if self.positions % self.ep:
-            raise ConfigError(f"ep = {self.ep}: must divide dp_shard * cp * tp = {self.positions}")
-
-    @property
-    def positions(self) -> int:
-        """Number of ranks that hold a stage together."""
-        return self.dp_shard * self.cp * self.tp
 
     def _dims(self) -> Iterator[tuple[str, int, bool]]:
         """Name and size of each dimension, and True if experts are divided over it.
 
         Experts borrow the last positions, which are closest: a dimension of which they borrow a part is two.
         """
-        for name, part in borrowed_positions(self.ep, cp=self.cp, tp=self.tp)._asdict().items():
+        for name, part in self.borrowed._asdict().items():
             size: int = getattr(self, name)
             if 1 < part < size:
                 yield name, size // part, False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import model_validator
 
 from counterflow.common.options import option
-from counterflow.errors import ConfigError
+from counterflow.common.parallel_degrees import DEGREES, Degrees, refuse_degrees
 
 from .keys import Section, count
 
@@ -34,16 +34,13 @@ class MeshSection(Section):
 
     @model_validator(mode="after")
     def _check(self) -> MeshSection:
-        if self.positions % self.ep:
-            raise ConfigError(
-                f"mesh.ep = {self.ep}: must divide mesh.dp_shard * mesh.cp * mesh.tp = {self.positions}"
-            )
+        refuse_degrees({name: getattr(self, name) for name in DEGREES}, "mesh.")
         return self
 
     @property
-    def positions(self) -> int:
-        """Number of ranks that hold a stage together."""
-        return self.dp_shard * self.cp * self.tp
+    def degrees(self) -> Degrees:
+        """Degrees of parallelism inside of a stage."""
+        return Degrees(**{name: getattr(self, name) for name in DEGREES})
 
     def refusal(self, transport: str, *, synchronous: bool, scheme: str) -> str | None:
         """Reason to refuse these degrees with a schedule; None: they are accepted.
@@ -53,14 +50,14 @@ class MeshSection(Section):
             synchronous: True if the scheme has a flush.
             scheme: name of the scheme.
         """
-        if self.positions == 1:
+        if self.degrees.positions == 1:
             return None
         if transport == "local":
             return (
                 'pipeline.transport = "local": workers that are threads have no collectives, which [mesh] '
                 "needs; choose gloo or nccl"
             )
-        if self.dp_shard * self.cp > 1 and not synchronous:
+        if self.degrees.shards > 1 and not synchronous:
             return (
                 f"mesh.{'dp_shard' if self.dp_shard > 1 else 'cp'}: {scheme} keeps several versions of its "
                 "weights, and those that are gathered are the last ones; choose a synchronous scheme"
