@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
+from typing import Any
+
 from counterflow import Costs, Op, OpKind, Schedule
 from counterflow.simulation import simulate
 
 EQUAL_SLOTS = Costs(forward=1.0, backward=1.0)
 """The papers' *equal slots*: a backward lasts as long as a forward."""
+
+
+PRINTED: dict[str, Any] = tomllib.loads(Path(__file__).with_name("tables.toml").read_text(encoding="utf-8"))
+"""Numbers that the papers print, by table."""
 
 
 def short(op: Op) -> str:
@@ -31,6 +39,14 @@ def staircase(schedule: Schedule, costs: Costs | None = None) -> list[str]:
             assert rows[span.worker][time] == ".", "two ops at once"
             rows[span.worker][time] = mark
     return [" ".join(row) for row in rows]
+
+
+def longest_span(schedule: Schedule, costs: Costs) -> float:
+    """Longest time of a worker from the begin of its first op to the end of its last one."""
+    spans: dict[int, list[float]] = {}
+    for box in simulate(schedule, costs).timeline:
+        spans.setdefault(box.worker, []).extend((box.start, box.end))
+    return max(max(times) - min(times) for times in spans.values())
 
 
 def grid(text: str) -> list[str]:

@@ -242,13 +242,6 @@ def test_figure_7d_forward_doubling() -> None:
     ]
 
 
-@pytest.mark.parametrize(("micro_batches", "makespan"), [(8, 28), (16, 52)])
-def test_figure_7d_forward_doubling_makespan(micro_batches: int, makespan: int) -> None:
-    result = simulate(chimera(4, micro_batches, concat="forward-doubling"))
-    assert result.makespan == makespan
-    assert max(result.peak_activations) == 2 * 4
-
-
 @pytest.mark.parametrize("depth", EVEN_DEPTHS)
 @pytest.mark.parametrize("units", [1, 2, 3, 5])
 def test_section_3_5_forward_doubling_has_d_minus_2_bubbles(depth: int, units: int) -> None:
@@ -345,22 +338,6 @@ def test_figure_8_placement_rule(depth: int, pairs: int) -> None:
     for i in range(pairs):
         assert pipes[i] == tuple((i * depth // pairs + s) % depth for s in range(depth))
         assert pipes[pairs + i] == pipes[i][::-1]
-
-
-@pytest.mark.parametrize(
-    ("depth", "pairs", "makespan"),
-    [
-        (8, 2, 28),
-        (8, 4, 24),
-        (16, 2, 60),
-        (16, 4, 52),
-        (16, 8, 48),
-        (12, 2, 44),
-        (12, 3, 40),
-    ],
-)
-def test_section_3_6_makespan_with_more_pairs(depth: int, pairs: int, makespan: int) -> None:
-    assert simulate(chimera(depth, depth, pairs)).makespan == makespan
 
 
 @pytest.mark.parametrize("depth", EVEN_DEPTHS)

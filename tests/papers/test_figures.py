@@ -29,54 +29,11 @@ from counterflow.papers.figures.throughputs import scheme_bars
 from counterflow.planning.task import PlanningTask, load_example
 from counterflow.schedule.modes import Recompute
 
+from .reading import PRINTED
+
 KEPT: dict[str, Any] = json.loads(
     (Path(__file__).parents[2] / "benchmarks" / "results" / "reproduce.json").read_text(encoding="utf-8")
 )
-
-PUBLISHED = {
-    "chimera-fig12": {"eager-sync": 1.09},
-    "chimera-fig13": {"D=32": 1.017},
-    "chimera-fig14": {"PipeDream": 1.94, "PipeDream-2BW": 1.17, "GPipe": 1.32, "GEMS": 2.41, "DAPPLE": 1.19},
-    "chimera-fig15": {"PipeDream": 2.01, "PipeDream-2BW": 1.16, "GPipe": 1.42, "GEMS": 2.34, "DAPPLE": 1.38},
-    "chimera-fig16": {"PipeDream": 1.89, "PipeDream-2BW": 1.05, "GEMS": 2.39, "DAPPLE": 1.10},
-    "chimera-fig17": {"PipeDream-2BW": 1.0, "GPipe": 1.13, "GEMS": 2.07, "DAPPLE": 1.06},
-    "chimera-fig18": {"PipeDream-2BW": 1.13, "GPipe": 1.18, "GEMS": 2.60, "DAPPLE": 1.34},
-    "mixpipe-fig8": {"GPipe": 1.46, "GEMS": 2.39, "DAPPLE": 1.34, "Chimera": 1.16},
-    "mixpipe-fig9": {"GPipe": 1.38, "GEMS": 2.25, "DAPPLE": 1.33, "Chimera": 1.12},
-    "mixpipe-fig10a": {"GPipe": 1.22, "GEMS": 2.01, "DAPPLE": 1.09, "Chimera": 1.18},
-    "mixpipe-fig10b": {"GPipe": 1.10, "GEMS": 2.65, "DAPPLE": 1.16, "Chimera": 1.0},
-    "wpipe-fig8a": {"PipeDream": 7.1, "GPipe": 2.1},
-    "wpipe-fig8b": {"GPipe": 2.2},
-    "wpipe-fig8c": {"PipeDream-2BW": 1.4},
-}
-"""The papers' headline ratios by what they are over."""
-
-HANAYO = {
-    "hanayo-fig11": (1.334, 1.337, 1.0819, 1.333, 1.332, 1.0811, 1.333, 1.331, 1.0813),
-    "hanayo-fig12": (1.088, 1.333, 1.338, 1.081, 1.333, 1.338, 1.087),
-    "hanayo-fig9": (1.157, 1.304, 1.232, 1.299, 1.082, 1.171, 1.246, 1.28, 1.2, 1.2),
-    "wpipe-table3": (1.222, 1.205, 1.17),
-}
-
-OTHERS = {
-    ("chimera-fig15", Quantity.EFFICIENCY): (0.914,),
-    ("hanayo-fig11", Quantity.EFFICIENCY): (1.001, 0.998),
-    ("hanayo-fig12", Quantity.SCALING): (1.884, 3.375),
-    ("hanayo-fig8", Quantity.VARIANCE): (1.33, 16.85, 2.86, 1.44),
-    ("wpipe-fig8e", Quantity.BATCH): (16, 44),
-    ("wpipe-fig9", Quantity.SAVING): (0.65, 0.47, 0.21, 0.36, -0.14, 0.28),
-    ("wpipe-fig9-resnext", Quantity.SAVING): (0.56, 0.29),
-}
-
-BEST = {
-    "PipeDream": "D=8 W=4 B=48",
-    "PipeDream-2BW": "D=4 W=8 B=16 recompute",
-    "GPipe": "D=4 W=8 B=4 recompute",
-    "GEMS": "D=4 W=8 B=32",
-    "DAPPLE": "D=4 W=8 B=4",
-    "Chimera": "D=4 W=8 B=8",
-}
-"""Chimera, section 4.2.1."""
 
 
 def _values(name: str, quantity: Quantity) -> tuple[float | None, ...]:
@@ -84,20 +41,22 @@ def _values(name: str, quantity: Quantity) -> tuple[float | None, ...]:
 
 
 def test_published_ratios_are_the_papers() -> None:
-    for name, ratios in PUBLISHED.items():
+    ratios_by_figure, values_by_figure = PRINTED["published_ratios"], PRINTED["published_values"]
+    for name, ratios in ratios_by_figure.items():
         figure = FIGURES[name].published
         assert {v.over: v.value for v in figure if v.quantity is Quantity.SPEEDUP} == ratios
-    for name, values in HANAYO.items():
-        assert _values(name, Quantity.SPEEDUP) == values
-    for (name, quantity), values in OTHERS.items():
-        assert _values(name, quantity) == values
-    named = {*PUBLISHED, *HANAYO, *(name for name, _ in OTHERS)}
+    for name, by_quantity in values_by_figure.items():
+        for quantity, values in by_quantity.items():
+            assert _values(name, Quantity[quantity]) == tuple(values)
+    named = ratios_by_figure.keys() | values_by_figure.keys()
     assert {n for n, f in FIGURES.items() if any(v.quantity in RATIOS for v in f.published)} <= named
 
 
 def test_published_configurations_are_the_papers() -> None:
     figure = FIGURES["chimera-fig10"]
-    assert {v.label: str(figure.competitor(v.label).stated) for v in figure.published} == BEST
+    assert {v.label: str(figure.competitor(v.label).stated) for v in figure.published} == PRINTED[
+        "chimera_section_4_2_1"
+    ]
     mixpipe = FIGURES["mixpipe-fig10a"]
     assert str(mixpipe.competitor("DAPPLE").statement("512 samples")) == "D=4 B=4 no recompute"
     assert str(mixpipe.competitor("DAPPLE").statement("1,024 samples")) == "D=4 B=8 no recompute"

@@ -15,7 +15,7 @@ from counterflow.schedule.placement import wave
 from counterflow.schedule.schemes import chimera, hanayo
 from counterflow.simulation import simulate
 
-from .reading import EQUAL_SLOTS
+from .reading import EQUAL_SLOTS, PRINTED
 
 WORKERS = (1, 2, 3, 4, 5, 8)
 WAVES = (1, 2, 3, 4)
@@ -83,7 +83,9 @@ def test_section_3_3_equal_slots_play_as_the_slots_say(workers: int, waves: int)
 
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("waves", WAVES)
-@pytest.mark.parametrize(("units", "idle"), [(1, 4), (2, 6), (3, 8), (4, 10)])
+@pytest.mark.parametrize(
+    ("units", "idle"), [(row["units"], row["idle"]) for row in PRINTED["hanayo_section_3_4"]]
+)
 def test_section_3_4_idle_is_independent_of_the_waves(
     workers: int, waves: int, units: int, idle: int
 ) -> None:

@@ -21,7 +21,7 @@ from counterflow.schedule.orders import mixpipe_plan
 from counterflow.schedule.schemes import chimera, mixpipe
 from counterflow.simulation import simulate
 
-from .reading import orders
+from .reading import PRINTED, orders
 
 
 def legal(depths: tuple[int, ...]) -> list[tuple[int, int, int]]:
@@ -53,24 +53,18 @@ def idle(depth: int, injected: int | str, early: int = 0, micro_batches: int | N
 
 # --- Figure 3: D = 4 -----------------------------------------------------------------------------------
 
-FIGURE_3 = {
-    # (K, Γ): P0, P1, makespan, peak
-    (4, 0): ("F0 F2 F1 B1 F3 B3 B0 B2", "F0 F1 F2 F3 B1 B0 B3 B2", 16, 4),
-    (2, 0): ("F0 F1 B1 F2 B0 F3 B3 B2", "F0 F1 B1 F2 B0 F3 B3 B2", 22, 2),
-    (2, 1): ("F0 F1 B1 F2 F3 B3 B0 B2", "F0 F1 B1 F2 F3 B0 B3 B2", 19, 3),
-}
 
-
-@pytest.mark.parametrize("setting", FIGURE_3)
-def test_figure_3_orders(setting: tuple[int, int]) -> None:
-    p0, p1, makespan, peak = FIGURE_3[setting]
-    injected, early = setting
+@pytest.mark.parametrize(
+    "row", PRINTED["mixpipe_figure_3"], ids=lambda row: f"K={row['injected']} Γ={row['early_forwards']}"
+)
+def test_figure_3_orders(row: dict[str, Any]) -> None:
+    p0, p1, injected, early = (row[name] for name in ("P0", "P1", "injected", "early_forwards"))
     schedule = mixpipe(4, 4, injected, early)
     mirror = str.maketrans("0123", "1032")
     assert orders(schedule) == [p0, p1, p1.translate(mirror), p0.translate(mirror)]
     result = simulate(schedule)
-    assert result.makespan == makespan
-    assert max(result.peak_activations) == peak == injected + early
+    assert result.makespan == row["makespan"]
+    assert max(result.peak_activations) == row["peak"] == injected + early
 
 
 @pytest.mark.parametrize(("injected", "early"), [(4, 0), (2, 0), (2, 1)])
