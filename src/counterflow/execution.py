@@ -105,8 +105,8 @@ class Execution(Options):
 
     Consecutive layers of a stage are one function, with one graph where nothing in them breaks it. Layers are
     compiled one by one if they draw random numbers or hold skips, with ``recompute="layer"``, in slices that
-    leave states, where ``parallelize`` shards them, and where the schedule splits their backward.
-    ``Pipeline.compiled`` says what became of each stage.
+    leave states, where ``parallelize`` shards them, and where the schedule splits their backward and the
+    backend is neither ``inductor`` nor ``aot_eager``. ``Pipeline.compiled`` says what became of each stage.
     """
 
     autocast: LowPrecision = option(None, "bfloat16 or float16, in quotes")

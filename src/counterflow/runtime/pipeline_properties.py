@@ -127,7 +127,8 @@ class PipelineProperties:
         """The stages of this worker whose backward the schedule splits and that cannot be split.
 
         Known after their first backward. Their weights' gradients are made with the input gradient: they run
-        in custom functions (compiled layers, reentrant checkpoints), are used several times, or are vectors.
+        in custom functions (layers that the user compiled, reentrant checkpoints), are used several times, or
+        are vectors.
         """
         return self._engine.inspection.unsplit
 

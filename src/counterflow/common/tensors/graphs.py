@@ -12,6 +12,9 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from .dtensors import parts
 
+COMPILED_NODE = "CompiledFunctionBackward"
+"""Name of the nodes of functions that torch has compiled."""
+
 
 def graph_of(
     outputs: Iterable[Tensor], without: Iterable[Tensor] = (), more: Iterable[Node] = ()

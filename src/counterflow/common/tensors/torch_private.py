@@ -85,13 +85,6 @@ def device_constructors() -> set[Any]:
     return cast("set[Any]", _device_constructors())
 
 
-def backend_of(name: str) -> Callable[..., Any]:
-    """A backend of torch's compiler. Without: ``torch.compile`` finds it, and its graphs are not counted."""
-    from torch._dynamo import lookup_backend  # noqa: PLC0415 - it takes seconds
-
-    return cast("Callable[..., Any]", lookup_backend(name))
-
-
 def call_of(module: nn.Module) -> Callable[..., Any]:
     """Function that ``nn.Module.compile`` compiles. Without: that method, which changes the module."""
     return module._call_impl  # noqa: SLF001

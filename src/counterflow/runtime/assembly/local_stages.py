@@ -85,9 +85,9 @@ class LocalStages:
         """Let the layers go through torch's compiler; ``how`` as ``Execution.compile``."""
         if how:
             with streams.turn():  # torch's compiler is not imported by several threads at once
-                backend = Backend("inductor" if how is True else how)
-                for stage in self.stages.values():
-                    stage.compile(backend)
+                name = "inductor" if how is True else how
+                for number, stage in self.stages.items():
+                    stage.compile(Backend(name, splits=number in self.split))
 
 
 def local_stages(

@@ -18,7 +18,8 @@ from torch import nn
 from typing_extensions import override
 
 from counterflow.api.aux_loss import added_losses, forgets_added
-from counterflow.common.tensors.torch_private import backend_of, buffers_of, call_of
+from counterflow.common.tensors.torch_compiler import SPLITTING, backend_of
+from counterflow.common.tensors.torch_private import buffers_of, call_of
 from counterflow.common.trees import mapped, versions
 from counterflow.errors import ConfigError
 
@@ -28,6 +29,7 @@ from .input_guard import copied
 from .named_layer import NamedLayer, place_of
 from .randomness import RandomStreams
 from .sample_rows import SampleRows
+from .split_graphs import SplitBackend
 from .stage_wrappers import Block, BlockRuns, Run, StageWrapper, called
 
 _DROPOUTS = (
@@ -74,11 +76,14 @@ class Backend:
 
     Args:
         name: of the backend, as ``torch.compile`` takes it.
+        splits: True if backwards are split; then they are compiled in two graphs if the backend can
+            (``SPLITTING``).
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, splits: bool = False) -> None:
         self.__name__ = name  # torch's messages have it
-        self._compile = backend_of(name)
+        self.splits = splits and name in SPLITTING
+        self._compile = SplitBackend(name) if self.splits else backend_of(name)
 
     def __call__(self, graph: Any, inputs: Any, **options: Any) -> Any:
         """Compile a graph."""
@@ -108,6 +113,8 @@ class Compiled:
 
     def __init__(self, stage: int, backend: Backend) -> None:
         self._stage, self._backend = stage, backend
+        self.splits = backend.splits
+        """True if a compiled backward is two graphs."""
         self._runs: dict[tuple[int, ...], Run] = {}
         self._graphs: dict[tuple[int, ...], _Graphs] = {}
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
-from counterflow.common.tensors.graphs import pointers, saved_names, variable
+from counterflow.common.tensors.graphs import COMPILED_NODE, pointers, saved_names, variable
 
 from .replays import Packed
 
@@ -91,6 +91,7 @@ class GraphPartition(NamedTuple):
         saved: saved tensors that the deferred weight gradients need.
         dropped: saved tensors that are not needed after the input gradient.
         inputs: numbers of the inputs that the graph reaches.
+        compiled: nodes of compiled functions, which may defer gradients of their weights themselves.
     """
 
     boundaries: tuple[Boundary, ...]
@@ -98,6 +99,7 @@ class GraphPartition(NamedTuple):
     saved: tuple[Slot, ...]
     dropped: tuple[Slot, ...]
     inputs: tuple[int, ...]
+    compiled: tuple[int, ...] = ()
 
 
 def traverse(roots: Iterable[GradientEdge], inputs: Sequence[Tensor]) -> TraversedGraph:
@@ -171,7 +173,9 @@ def partition_graph(
     )
     ends = {id(leaf) for leaf in parts.leaves.values()}
     reached = tuple(number for number, tensor in enumerate(inputs) if id(tensor) in ends)
-    return GraphPartition(tuple(boundaries), tuple(early), tuple(slot for slot, _ in saved), dropped, reached)
+    compiled = tuple(n for n, node in enumerate(nodes) if _is_custom(node) and node.name() == COMPILED_NODE)
+    slots_saved = tuple(slot for slot, _ in saved)
+    return GraphPartition(tuple(boundaries), tuple(early), slots_saved, dropped, reached, compiled)
 
 
 class _Parts:

@@ -44,8 +44,17 @@ from .hooks_once import Half, HooksOnce
 from .named_layer import NamedLayer
 from .replays import Packed, Replay
 from .sample_rows import SampleRows
+from .split_graphs import deferring
 from .stage_wrappers import Run, StageWrapper
-from .weight_gradients import PendingProduct, PendingWeightGradients, accumulate
+from .weight_gradients import (
+    PendingGradients,
+    PendingProduct,
+    PendingWeightGradients,
+    accumulate,
+    add_gradient,
+)
+
+_NOTHING = nullcontext()
 
 _MOST_SHAPES = 64
 """Maximum number of shapes of graphs that are known at once."""
@@ -83,8 +92,10 @@ class SplitBackwardPlanner(StageWrapper):
         self._partitions: dict[Shape, GraphPartition] = {}
         self.gathered: Callable[[], AbstractContextManager[None]] = nullcontext
         """Context of weight gradients, in which the weights are whole."""
-        self.gathers = False
-        """True if weights are gathered there by hooks of autograd's backward."""
+        self.by_autograd = False
+        """True if autograd makes all weight gradients: it has hooks that gather weights or are not known."""
+        self.defers_graphs = True
+        """True if compiled functions may defer gradients of weights."""
 
     def run_whole(self, gathered: Callable[[], AbstractContextManager[None]]) -> None:
         """Have no detach points, for hooks of modules that gather weights as one backward passes them.
@@ -92,7 +103,12 @@ class SplitBackwardPlanner(StageWrapper):
         Args:
             gathered: context in which the weights are whole.
         """
-        self.detached_layers, self.gathered, self.gathers = frozenset(), gathered, True
+        self.join_layers()
+        self.gathered, self.defers_graphs = gathered, False
+
+    def join_layers(self) -> None:
+        """Have no detach points, for layers that are compiled as one function."""
+        self.detached_layers, self.by_autograd = frozenset(), True
 
     @contextmanager
     def detaching(self) -> Iterator[DetachPoints]:
@@ -179,7 +195,7 @@ class SplitBackward:
         self._inputs = [tensor for tensor in inputs if tensor.requires_grad]
         self._detach_points = detach_points.points if detach_points is not None else []
         self._replays = detach_points.replays if detach_points is not None else []
-        self._pending: list[PendingWeightGradients] = []
+        self._pending: list[PendingGradients] = []
         self._saved: list[Any] = []
         self._ahead: _Plan | None = None
 
@@ -231,7 +247,12 @@ class SplitBackward:
         self._saved.clear()
         return [
             *(tensor for tensor in saved if isinstance(tensor, Tensor)),
-            *(gradient for pending in self._pending for gradient in pending.gradients),
+            *(
+                gradient
+                for pending in self._pending
+                for gradient in pending.gradients
+                if isinstance(gradient, Tensor)
+            ),
         ]
 
     def weight_gradients(self) -> None:
@@ -264,19 +285,24 @@ class SplitBackward:
         if plan is None or plan.edges is not edges:
             plan = self._plan(edges, inputs, detach_points)
         _, nodes, partition, weights, places = plan
+        compiled = [nodes[n] for n in partition.compiled] if self.split_planner.defers_graphs else ()
+        deferral = deferring(compiled, self._pending) if compiled else _NOTHING
         if not partition.boundaries:
-            accumulate(edges, gradients, into=None, direct=direct)
+            with deferral:
+                accumulate(edges, gradients, into=None, direct=direct)
             return
         if look or self._replays:
             self._keep(list(saved_in(nodes, partition.saved)), look=look)
         reached = [inputs[number] for number in partition.inputs]
-        gradients_made = iter(_captured(edges, gradients, [*reached, *weights, *places], direct=direct))
+        wanted = [*reached, *weights, *places]
+        with deferral:
+            gradients_made = iter(_captured(edges, gradients, wanted, direct=direct))
         for tensor in reached:
             gradient = next(gradients_made)
             if gradient is not None:
                 tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
         for weight in weights:
-            _add(weight, next(gradients_made))
+            add_gradient(weight, next(gradients_made))
         self._save_boundary_gradients(partition, nodes, list(zip(places, gradients_made, strict=True)))
         for slot in partition.dropped:
             saved = getattr(nodes[slot.node], slot.name)
@@ -308,7 +334,7 @@ class SplitBackward:
         nodes: Sequence[Node],
         reached: Sequence[tuple[GradientEdge, Tensor | None]],
     ) -> None:
-        at, runs_nodes = 0, self.split_planner.hooks.has_hooks or self.split_planner.gathers
+        at, runs_nodes = 0, self.split_planner.hooks.has_hooks or self.split_planner.by_autograd
         for boundary in partition.boundaries:
             of_boundary = reached[at : at + len(boundary.outputs)]
             at += len(of_boundary)
@@ -330,19 +356,6 @@ def _captured(
         accumulate_grad=False,
     )  # fmt: skip
     return captured
-
-
-def _add(weight: Tensor, gradient: Tensor | None) -> None:
-    if gradient is None:
-        return
-    if weight.grad is None:
-        # It may be another tensor's memory.
-        weight.grad = gradient.to(weight.grad_dtype or gradient.dtype, copy=True)
-    else:
-        weight.grad.add_(gradient)
-    hooks = getattr(weight, "_post_accumulate_grad_hooks", None)
-    for hook in list((hooks or {}).values()):
-        hook(weight)
 
 
 def _drop(saved: Any) -> None:

@@ -148,7 +148,8 @@ class LocalStage:
         precision = None if self.precision.plain else self.precision
         compiles = self._compiled is not None
         hooks = self.split_planner.hooks if self._splits and not compiles else None
-        split_planner = self.split_planner if self._splits else None
+        joins = self._compiled is not None and self._compiled.splits
+        split_planner = self.split_planner if self._splits and not joins else None
         mappings = None if self.checked else MAPPINGS
         inner = [self.module, self.context_guard, precision, self.means]
         streams = self._drawing if compiles else self.streams
@@ -303,6 +304,9 @@ class LocalStage:
     def compile(self, backend: Backend) -> None:
         """Compile the layers with torch's compiler, which has hooks of its own."""
         self._compiled = Compiled(self.stage, backend)
+        if self._compiled.splits:
+            self.split_planner.join_layers()
+        self.split_planner.by_autograd = True
         self._compose()
 
     def compiled_layers(self) -> tuple[CompiledLayers, ...]:

@@ -25,8 +25,27 @@ from counterflow.common.tensors.torch_private import hook_tables, run_backward
 _PLAIN = frozenset((Tensor, nn.Parameter))
 
 
-class PendingWeightGradients:
-    """Backward that is left for weight gradients.
+class PendingGradients:
+    """Weight gradients that are left.
+
+    Attributes:
+        gradients: tensors that they are made of.
+    """
+
+    __slots__ = ()
+    gradients: Sequence[Any]
+
+    def accumulate(self, *, direct: bool) -> None:
+        """Add the gradients to those of the weights; without gradient mode.
+
+        Args:
+            direct: as of the function `accumulate`.
+        """
+        raise NotImplementedError
+
+
+class PendingWeightGradients(PendingGradients):
+    """Backward of autograd that is left for weight gradients.
 
     Args:
         edges: edges where it begins.
@@ -44,12 +63,8 @@ class PendingWeightGradients:
     ) -> None:
         self.edges, self.gradients, self.weights = edges, gradients, weights
 
+    @override
     def accumulate(self, *, direct: bool) -> None:
-        """Add the gradients to those of the weights.
-
-        Args:
-            direct: as of the function `accumulate`.
-        """
         accumulate(self.edges, self.gradients, into=self.weights, direct=direct)
 
 
@@ -114,3 +129,17 @@ def accumulate(
             tuple(edges), tuple(gradients), False, False, tuple(into or ()), allow_unreachable=True,
             accumulate_grad=True,
         )  # fmt: skip
+
+
+def add_gradient(weight: Tensor, gradient: Tensor | None) -> None:
+    """Add a gradient to that of a weight, and call the hooks that follow."""
+    if gradient is None:
+        return
+    if weight.grad is None:
+        # It may be another tensor's memory.
+        weight.grad = gradient.to(weight.grad_dtype or gradient.dtype, copy=True)
+    else:
+        weight.grad.add_(gradient)
+    hooks = getattr(weight, "_post_accumulate_grad_hooks", None)
+    for hook in list((hooks or {}).values()):
+        hook(weight)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from counterflow.common.tensors.graphs import graph_of, variable
+from counterflow.common.tensors.graphs import COMPILED_NODE, graph_of, variable
 from counterflow.common.trees import versions
 from counterflow.errors import ConfigError
 
@@ -61,7 +61,8 @@ def diagnose_graph(graph: StageGraph, rerun: Callable[[], Sequence[Tensor]]) -> 
     if unknown:
         _refuse_existing(graph, unknown, rerun)
     for node in nodes:
-        if (graph.casts or graph.recomputes) and issubclass(type(node), BackwardCFunction):
+        custom = issubclass(type(node), BackwardCFunction) and node.name() != COMPILED_NODE
+        if custom and (graph.casts or graph.recomputes):
             weights = [_weight_at(before, cast=graph.casts) for before, _ in node.next_functions]
             if any(isinstance(tensor, nn.Parameter) for tensor in weights):
                 node.register_hook(partial(_refuse_own_gradients, graph.stage, node.name(), weights))
