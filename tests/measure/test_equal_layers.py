@@ -94,8 +94,14 @@ def test_layers_with_other_operations_differ() -> None:
                 x = x @ self.weight
             return x
 
-    parts = [Narrow(1), Narrow(2), Narrow(1)]
-    assert kinds_of(parts, flows_of(parts, torch.ones(2, 4))) == ["narrow", "narrow-2", "narrow"]
+    parts = [nn.Identity(), Narrow(1), Narrow(2), Narrow(1), nn.Identity()]
+    assert kinds_of(parts, flows_of(parts, torch.ones(2, 4)))[1:-1] == ["narrow", "narrow-2", "narrow"]
+
+
+def test_the_first_layer_and_the_last_are_like_no_other() -> None:
+    parts = [nn.Linear(4, 4) for _ in range(5)]
+    kinds = kinds_of(parts, flows_of(parts, torch.ones(2, 4)))
+    assert kinds == ["linear", "linear-2", "linear-2", "linear-2", "linear-3"]
 
 
 def test_flows_neither_compute_nor_change_the_layers() -> None:

@@ -109,21 +109,22 @@ def traits_of(
         weights = tuple(
             (tuple(value.shape), value.dtype, value.requires_grad) for value in layer.parameters()
         )
-        yield _WORDS.sub("-", name).lower(), (steps, weights, None if flows is None else flows[index])
+        flow = None if flows is None else flows[index]
+        yield _WORDS.sub("-", name).lower(), (steps, weights, flow, index == 0, index + 1 == len(layers))
 
 
 def kinds_of(layers: Sequence[nn.Module], flows: Sequence[Flow] | None = None) -> list[str]:
     """Kind of each layer: its class, and a number if layers of a class differ.
 
     Layers differ in the shapes of weights, in frozen weights, in their inputs, outputs and operations, and
-    captured ones in their steps.
+    captured ones in their steps. The first one computes no gradient of its input, the last one has the loss.
 
     Args:
         layers: the model's layers.
         flows: inputs and outputs of each; None: not known.
 
-    >>> kinds_of([nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2), nn.Linear(2, 1)])
-    ['linear', 'layer-norm', 'linear', 'linear-2']
+    >>> kinds_of([nn.LayerNorm(2), nn.Linear(2, 2), nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 1)])
+    ['layer-norm', 'linear', 'linear', 'layer-norm-2', 'linear-2']
     """
     known: dict[str, list[tuple[object, ...]]] = {}
     kinds = []

@@ -91,6 +91,7 @@ def layer_profile(
         slice_state_bytes=slice_state_bytes,
         experts=experts_of(layers[members[0]], output_bytes),
         contexts=Contexts(state_bytes) if attends else None,
+        input_tensors=first.input_tensors,
     )
 
 

@@ -30,7 +30,7 @@ CACHE = "COUNTERFLOW_CACHE"
 
 LOG = logging.getLogger("counterflow.auto")
 
-_METHOD = 1
+_METHOD = 2
 """Number of the way of measuring; another one makes kept profiles stale."""
 
 REPEATS = 5

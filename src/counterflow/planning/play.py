@@ -11,7 +11,6 @@ Schedules are built and layers cut in ``predict.py``.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -272,7 +271,7 @@ class Play:
             peaks = walked(
                 *(self.schedule, stages, self.configuration.recompute),
                 versions=changes.versions.tolist(),
-                updating=self._updating(gradients),
+                updating=self._updating(),
                 matching=Matching.TAG if by_tag else Matching.ORDER,
             )
         else:
@@ -292,20 +291,21 @@ class Play:
             for worker, (base, peak) in enumerate(zip(bases, peaks, strict=True))
         )
 
-    def _updating(self, gradients: Sequence[float]) -> list[float]:
-        """Bytes that each worker needs for the gradient norm, or for its largest stage's update."""
+    def _updating(self) -> list[float]:
+        """Bytes that each worker needs for the gradient norm, or for the update, of its largest stage."""
         profile, placement = self.inputs.profile, self.schedule.placement
-        norms = (
+        norms = [
             min(profile.norm_bytes_per_byte * gradient_bytes, profile.norm_peak_bytes)
-            for gradient_bytes in gradients
-        )
-        if self.sharded is not None:
-            return list(map(max, norms, self.sharded.updating))
-        peaks = self.stages.update_peaks
-        return [
-            max(norm, *(peaks[stage] for _, stage in placement.stages_on(worker)))
-            for worker, norm in enumerate(norms)
+            for gradient_bytes in self.stages.gradients
         ]
+        of_worker = [
+            [stage for _, stage in placement.stages_on(worker)] for worker in range(placement.workers)
+        ]
+        if self.sharded is not None:
+            rows = zip(of_worker, self.sharded.updating, strict=True)
+            return [max(update, *(norms[stage] for stage in stages)) for stages, update in rows]
+        peaks = list(map(max, norms, self.stages.update_peaks))
+        return [max(peaks[stage] for stage in stages) for stages in of_worker]
 
     @cached_property
     def communicators(self) -> tuple[float, ...]:

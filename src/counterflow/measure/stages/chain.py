@@ -14,9 +14,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from counterflow.api.skip import Carried
-from counterflow.common.trees import tensors_in
 from counterflow.planning.inputs.model import LayerSkip
-from counterflow.runtime.messages.values import Structure, flatten_value, takes_gradient, unflatten_value
+from counterflow.runtime.messages.values import Structure, flatten_value, unflatten_value
 from counterflow.runtime.mini_batch.samples import cut, moved
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.stages.passes import Output, RawHead
@@ -59,9 +58,10 @@ class Chain:
                 else:
                     taken[stage] = _input_of(stage, made, pipeline.device)
                 if stage < last:
-                    output = output_of(pipeline.stages[stage], taken[stage], rows, pipeline.steps)
-                    takes = any(tensor.requires_grad for tensor in tensors_in(taken[stage]) if stage)
-                    mine = Made.of(output, pipeline.stages[stage], takes=takes)
+                    output = output_of(
+                        pipeline.stages[stage], taken[stage], rows, pipeline.steps, with_graph=True
+                    )
+                    mine = Made.of(output, pipeline.stages[stage])
             told = cast("list[Made | None]", pipeline.transport.gather_objects(mine))
             made += [row for row in told if row is not None][:1]
         target = None
@@ -89,14 +89,13 @@ class Made:
     output_bytes: int
 
     @classmethod
-    def of(cls, output: Any, copy: LocalStage, *, takes: bool) -> Made:
-        """Outputs of a copy; ``takes`` says whether a gradient is computed for its inputs."""
+    def of(cls, output: Any, copy: LocalStage) -> Made:
+        """Outputs of a copy, with their graph."""
         place = f"stage {copy.stage}"
 
         def described(value: Any, *, once: bool = False) -> _Described:
             structure, tensors = flatten_value(value, place)
-            trains = (copy.trains or takes) and not once
-            return structure, [(t.shape, t.dtype, trains and takes_gradient(t)) for t in tensors]
+            return structure, [(t.shape, t.dtype, t.requires_grad and not once) for t in tensors]
 
         def size(value: Any) -> int:
             return sum(tensor.nbytes for tensor in flatten_value(value, place)[1])
@@ -161,7 +160,13 @@ def _tensors_like(described: _Described, device: torch.device) -> Any:
 
 
 def output_of(
-    copy: LocalStage, value: Any, rows: SampleRows, step: int, by_layer: LayerSavedBytes | None = None
+    copy: LocalStage,
+    value: Any,
+    rows: SampleRows,
+    step: int,
+    by_layer: LayerSavedBytes | None = None,
+    *,
+    with_graph: bool = False,
 ) -> Any:
     """Return a stage's output of some rows; random state and buffers are restored.
 
@@ -170,10 +175,12 @@ def output_of(
         value: its input.
         rows: the rows.
         step: number of the step.
-        by_layer: count of the bytes that its layers save; None: no graph is made.
+        by_layer: count of the bytes that its layers save, whose graphs are made.
+        with_graph: True if the output has a graph, and says which of its tensors need gradients.
     """
     wrappers = () if by_layer is None else (by_layer,)
-    with torch.set_grad_enabled(by_layer is not None), copy.isolated(layer_wrappers=wrappers):
+    graph = with_graph or by_layer is not None
+    with torch.set_grad_enabled(graph), copy.isolated(layer_wrappers=wrappers):
         return copy.output(value, step, rows)
 
 

@@ -9,10 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from counterflow.api.skip import Carried
 from counterflow.common.laps import Reading, read_start
-from counterflow.common.tensors.graphs import graph_of, pointers, saved_by, storage_bytes
+from counterflow.common.tensors.graphs import graph_of, pointer, pointers, saved_by, storage_bytes
 from counterflow.common.trees import tensors_in
+from counterflow.planning.inputs.layer_parts import InputTensors
 from counterflow.planning.inputs.profile import LayerProfile
+from counterflow.runtime.messages.values import flatten_value
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.stages.passes import PlainPass
 from counterflow.runtime.stages.sample_rows import SampleRows
@@ -80,6 +83,32 @@ class StageSubject:
         self.begin(meter).forward(self.inputs, self.value)
         return meter.peak
 
+    def input_tensors(self) -> InputTensors:
+        """Return the tensors of the input: those that are saved, that get a gradient, that are passed on."""
+        outputs: list[Tensor] = []
+
+        def heads(output: Any) -> list[Tensor]:
+            outputs.extend(_tensors_of(output))
+            return self._loss(output, self._target)
+
+        make = self.copy.graph_pass(splits=False)
+        unit_pass = make(self.copy, self._rows, self._pipeline.steps, OutputHead(heads), NOT_COUNTED)
+        graph = graph_of(unit_pass.forward(self.inputs, self.value)[1])
+        saved, tensors = pointers(saved_by(graph)), _tensors_of(self.value)
+        numbers = {pointer(tensor): number for number, tensor in reversed([*enumerate(tensors)])}
+        passed = [(numbers.get(pointer(tensor)), number) for number, tensor in enumerate(outputs)]
+        first = self.copy.stage == 0
+        total = sum(tensor.nbytes for tensor in tensors)
+        return InputTensors(
+            shares=tuple(0.0 if first or not total else tensor.nbytes / total for tensor in tensors),
+            saved=() if first else tuple(n for n, tensor in enumerate(tensors) if pointer(tensor) in saved),
+            gradients=tuple(n for n, tensor in enumerate(tensors) if tensor.requires_grad),
+            passed=tuple((source, number) for source, number in passed if source is not None),
+            saved_outputs=tuple(
+                number for source, number in passed if source is None and pointer(outputs[number]) in saved
+            ),
+        )
+
     def split_seconds(self, repeats: int) -> tuple[list[tuple[float, float]], list[Tensor]]:
         """Return the seconds of a split backward's halves, and the tensors saved between them.
 
@@ -124,6 +153,10 @@ class StageSubject:
         return undisturbed([passed], exact=exact)[0]
 
 
+def _tensors_of(value: Any) -> list[Tensor]:
+    return flatten_value(value.value if type(value) is Carried else value, "a layer")[1]
+
+
 def with_workspace(
     profile: LayerProfile, subject: StageSubject, device: torch.device, scale: float
 ) -> LayerProfile:
@@ -152,7 +185,8 @@ def with_workspace(
             weight_gradients_peak_bytes=zero,
             kept_gradient_bytes=zero,
         )
-    size = sum(storage_bytes(outputs).values())
+    inputs = pointers(subject.inputs)
+    size = sum(size for address, size in storage_bytes(outputs).items() if address not in inputs)
     gradients = [torch.ones_like(t) for t in outputs]
     with allocated(device, since=forward.current) as left:
         del outputs

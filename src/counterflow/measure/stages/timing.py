@@ -143,6 +143,7 @@ def _measured(
             fixed_share=growth.fixed,
             state_bytes=round(scale * state),
             slice_state_bytes=round(scale * slice_state),
+            input_tensors=subject.input_tensors(),
         )
         profile = with_workspace(profile, subject, pipeline.device, scale)
         by_layer = LayerSavedBytes(constant)

@@ -1,8 +1,8 @@
 """Memory of each worker while it goes through its list: state, activations, workspace, messages.
 
 The schedule's order is walked with the sends and receives that lowering puts between its ops, as the
-interpreter runs them: a receive takes a buffer when it is posted, which is given back when the op after the
-one that needs it begins; the buffers that were ever needed at once stay. What is sent to a worker is there
+interpreter runs them: a receive takes a buffer when it is posted, which is free again after the op that needs
+it; the buffers that were ever needed at once stay. What is sent to a worker is there
 until the next message to it is sent, or the gradient of it has come. What a worker hands to itself is there
 until the backward of the stage that takes it.
 
@@ -153,6 +153,11 @@ class _Walk:
         self.placement, self.worker = schedule.placement, worker
         self.workload, self.work = schedule.workload, schedule.workload.work
         self.table, self.outputs = stages.table(recompute), stages.output_bytes
+        self.gradients = self.outputs
+        """Bytes of the gradients of stages' outputs; after a recomputation of the stage all have one."""
+        if recompute is not Recompute.STAGE:
+            boundaries = zip(self.outputs[:-1], stages.tensors[1:], strict=True)
+            self.gradients = tuple(size - inputs.constant for size, inputs in boundaries)
         self.last = schedule.stages - 1
         self.entering = stages.inputs
         needed = stages.saved_inputs(Recompute.NONE)
@@ -177,7 +182,7 @@ class _Walk:
         self.pool = self.most_pool = 0.0
         self.versions = 0.0
         self.expiring: list[tuple[float, float]] = []
-        """Inputs and gradients in buffers that go back when the next op begins."""
+        """Inputs and gradients in buffers that are free for the next receive."""
         self.local_expiring = 0.0
         self.best = (0.0,) * 6
 
@@ -187,12 +192,20 @@ class _Walk:
             if action.skip is not None:  # type: ignore[union-attr]
                 continue
             if isinstance(action, Receive):
+                self._return_buffers()
                 op = action.output
-                self.pool += self.outputs[op.boundary] * self.work(op)
+                sizes = self.outputs if op.kind.gives is Product.OUTPUT else self.gradients
+                self.pool += sizes[op.boundary] * self.work(op)
                 self.most_pool = max(self.most_pool, self.pool)
             else:  # in place of the message before it
                 self.sent[action.peer] = action.output, self.outgoing  # type: ignore[union-attr]
                 self.outgoing = 0.0
+
+    def _return_buffers(self) -> None:
+        for size, of_input in self.expiring:
+            self.pool -= size
+            self.inputs -= of_input
+        self.expiring.clear()
 
     def _is_local(self, op: Op, stage: int) -> bool:
         return self.placement.worker(op.pipe, stage) == self.worker
@@ -202,10 +215,7 @@ class _Walk:
 
     def run(self, op: Op) -> None:
         """An op, from the end of the one before to its own."""
-        for size, of_input in self.expiring:
-            self.pool -= size
-            self.inputs -= of_input
-        self.expiring.clear()
+        self._return_buffers()
         self.local -= self.local_expiring
         self.local_expiring = 0.0
         if op.kind.is_forward:
@@ -254,7 +264,7 @@ class _Walk:
         ends = Product.WEIGHT_GRADIENTS in op.kind.makes
         if first and stage < self.last:
             self._free_sent(op)
-        gradient = self.outputs[stage] * self.work(op) if stage < self.last else 0.0
+        gradient = self.gradients[stage] * self.work(op) if stage < self.last else 0.0
         inputs = self.counted[stage]
         graph = (self.table[stage].tensors[Saved.ACTIVATIONS] - inputs) * self.work(op)
         rest = max(0.0, self.between[stage] * self.work(op) - gradient)
@@ -267,7 +277,7 @@ class _Walk:
         if ends:
             self._release(op, gradient)
         if first and stage:
-            self._add_product(op, self._input(op), stage - 1)
+            self._add_product(op, self.gradients[stage - 1] * self.work(op), stage - 1)
 
     def _release(self, op: Op, gradient: float) -> None:
         if op.stage < self.last:

@@ -14,6 +14,7 @@ from counterflow.schedule.modes import Recompute
 from counterflow.schedule.op import OpKind, Saved
 
 from ..inputs.profile import LayerProfile
+from .stage_inputs import StageInputs
 
 Bytes = tuple[dict[Saved, float], dict[OpKind, float]]
 """Bytes of one micro-batch that a stage saves, and further bytes of its ops while they run."""
@@ -41,41 +42,36 @@ def stage_bytes(
     >>> tensors[Saved.ACTIVATIONS], space[OpKind.FORWARD], space[OpKind.BACKWARD]
     (60.0, 15.0, 25.0)
     """
+    tensors_between = StageInputs.of(layers, inputs, samples)
+    between, saved_input = tensors_between.first_saved, tensors_between.saved_input
     beyond_input = forward = alone = 0.0  # of layers before this one, in addition to the stage's input
     internal: list[float] = []
-    between: list[float] = []
-    kept_stage_input = layers[0].kept_input(samples, inputs[0])
-    for number, (layer, size) in enumerate(zip(layers, inputs, strict=True)):
-        entering = kept_input = 0.0
-        if number:
-            shared_input = min(
-                layers[number - 1].kept_output(samples), size
-            )  # counted with the previous layer
-            entering = size - shared_input
-            kept_input = max(0.0, layer.kept_input(samples, size) - shared_input)
+    rows = zip(layers, inputs, tensors_between.entering, between, strict=True)
+    for layer, size, entering, first_saved in rows:
         rise = layer.forward_peak(samples, size)
         forward = max(forward, beyond_input + entering + rise)
         alone = max(alone, entering + rise)
         layer_bytes = max(0.0, layer.saved(samples) - layer.kept_input(samples, size))
         internal.append(layer_bytes)
-        between.append(kept_input)
-        beyond_input += kept_input + layer_bytes
-    stash, most, restored = beyond_input + kept_stage_input, forward, 0.0
+        beyond_input += first_saved + layer_bytes
+    stash, most, restored = beyond_input + saved_input, forward, 0.0
     if recompute.recomputes:  # a forward saves nothing of its layers
         stash, most = _stash(layers, inputs, samples, recompute, skipped), alone
+        if recompute is Recompute.LAYER:
+            stash -= sum(tensors_between.passed)
     if recompute is Recompute.STAGE:
         restored = beyond_input
     tensors = {
         Saved.ACTIVATIONS: stash,
         Saved.RECOMPUTED: restored,
-        Saved.WEIGHT_OPERANDS: kept_stage_input + _weight_operands(layers, inputs, samples),
+        Saved.WEIGHT_OPERANDS: saved_input + _weight_operands(layers, inputs, samples, tensors_between),
     }
     stays = max(stash - inputs[0] - skipped, 0.0)  # the input of a forward exists before
     if recompute is Recompute.LAYER:
-        backward = input_gradient = _layer_by_layer(layers, inputs, samples)
+        backward = input_gradient = _layer_by_layer(layers, inputs, samples, tensors_between)
     else:
-        backward = _backward(layers, inputs, samples, internal, between)
-        input_gradient = _input_gradient(layers, inputs, samples, internal, between)
+        backward = _backward(layers, samples, internal, tensors_between)
+        input_gradient = _input_gradient(layers, inputs, samples, internal, tensors_between)
     space = {
         OpKind.FORWARD: max(most - stays, 0.0),
         OpKind.BACKWARD: backward,
@@ -127,23 +123,31 @@ def _stash(
 
 
 def _backward(
-    layers: Sequence[LayerProfile],
-    inputs: Sequence[float],
-    samples: float,
-    internal: Sequence[float],
-    between: Sequence[float],
+    layers: Sequence[LayerProfile], samples: float, internal: Sequence[float], tensors: StageInputs
 ) -> float:
-    """Maximum of a backward beyond the memory before it; ``internal`` and ``between`` are by layer."""
+    """Maximum of a backward beyond the memory before it; ``internal`` is by layer."""
     most = freed = 0.0
+    between = tensors.first_saved
     for number in reversed(range(len(layers))):
-        layer = layers[number]
-        gradient = inputs[number + 1] if number + 1 < len(layers) else 0.0  # the gradient of its output
+        layer, gradient = layers[number], _output_gradient(tensors, number)
         most = max(most, gradient - freed + layer.peak(layer.backward_peak_bytes, samples))
         freed += internal[number] + between[number] - _cast_gradients(layer)
     return float(most)
 
 
-def _layer_by_layer(layers: Sequence[LayerProfile], inputs: Sequence[float], samples: float) -> float:
+def _output_gradient(tensors: StageInputs, number: int) -> float:
+    """Bytes of the gradient of a layer's output, without what the layer's peak has of it.
+
+    The output of the last layer is counted elsewhere. What the stage passes on is copied when its backward
+    begins.
+    """
+    last = number + 1 == len(tensors.gradients)
+    return (tensors.through if last else tensors.gradients[number + 1]) - tensors.copied[number]
+
+
+def _layer_by_layer(
+    layers: Sequence[LayerProfile], inputs: Sequence[float], samples: float, tensors: StageInputs
+) -> float:
     """Maximum of a backward that computes each layer again from its input, which is freed afterwards.
 
     The second run of a layer ends with the last saved tensor: its output is not computed again
@@ -152,9 +156,7 @@ def _layer_by_layer(layers: Sequence[LayerProfile], inputs: Sequence[float], sam
     most = freed = 0.0
     for number in reversed(range(len(layers))):
         layer, size = layers[number], inputs[number]
-        gradient = (
-            inputs[number + 1] if number + 1 < len(layers) else 0.0
-        )  # the input of the last one is counted elsewhere
+        gradient = _output_gradient(tensors, number)
         anyway = layer.peak(layer.kept_anyway_bytes, samples)
         saved = max(0.0, layer.saved(samples) - layer.kept_input(samples, size) - anyway)
         backward = max(0.0, saved - layer.kept_output(samples)) + layer.peak(
@@ -162,7 +164,7 @@ def _layer_by_layer(layers: Sequence[LayerProfile], inputs: Sequence[float], sam
         )
         forward = layer.forward_peak(samples, size) - anyway if layer.forward_peak_bytes else 0.0
         most = max(most, gradient - freed + max(forward, backward))
-        freed += anyway + (size if number else 0.0)  # the stage's own input stays
+        freed += anyway + (size - tensors.passed[number] if number else 0.0)  # the stage's own input stays
         freed -= _cast_gradients(layer)
     return float(most)
 
@@ -172,10 +174,15 @@ def _cast_gradients(layer: LayerProfile) -> float:
     return layer.cast_bytes * layer.trained_bytes / layer.weights_bytes if layer.weights_bytes else 0.0
 
 
-def _weight_operands(layers: Sequence[LayerProfile], inputs: Sequence[float], samples: float) -> float:
+def _weight_operands(
+    layers: Sequence[LayerProfile], inputs: Sequence[float], samples: float, tensors: StageInputs
+) -> float:
     """Bytes between the halves of a split backward, without the stage's input."""
     total = sum(layer.kept(samples) for layer in layers)
-    total += sum(layer.peak(layer.held_input_bytes, samples) for layer in layers[1:])
+    graph_inputs = [layer.peak(layer.held_input_bytes, samples) for layer in layers]
+    # What the layer before passes on, that one holds.
+    rows = zip(graph_inputs[1:], tensors.passed[1:], strict=True)
+    total += sum(max(0.0, size - passed) for size, passed in rows)
     return total - _needed_input(layers[0], inputs[0], samples)
 
 
@@ -191,12 +198,13 @@ def _input_gradient(
     inputs: Sequence[float],
     samples: float,
     internal: Sequence[float],
-    between: Sequence[float],
+    tensors: StageInputs,
 ) -> float:
+    between = tensors.first_saved
     most = growth = stays = 0.0  # stays: the gradient of the output
     for number in reversed(range(len(layers))):
         layer, last = layers[number], number + 1 == len(layers)
-        gradient = 0.0 if last else inputs[number + 1]  # the input of the last one is counted elsewhere
+        gradient = _output_gradient(tensors, number)
         most = max(most, growth + gradient + layer.peak(layer.input_gradient_peak_bytes, samples))
         gradients = layer.peak(layer.kept_gradient_bytes, samples)
         needed = _needed_input(layer, inputs[number], samples)

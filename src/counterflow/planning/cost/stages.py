@@ -25,6 +25,7 @@ from counterflow.simulation.op_costs import StageBytes
 
 from ..inputs.model import Model
 from ..inputs.profile import LayerProfile, Profile
+from .stage_inputs import StageInputs
 from .stage_memory import stage_bytes, stage_bytes_without_peaks
 
 _T = TypeVar("_T")
@@ -255,6 +256,12 @@ class StageCosts:
         return [tuple([size * self.samples for size in sizes[run.start : run.stop]]) for run in runs]
 
     @cached_property
+    def tensors(self) -> list[StageInputs]:
+        """Tensors between the layers of each stage."""
+        rows, of_kind = zip(self._kinds, self._layer_inputs, strict=True), self._of_kind
+        return [StageInputs.of([of_kind[kind] for kind in row], sizes, self.samples) for row, sizes in rows]
+
+    @cached_property
     def _skipped(self) -> list[float]:
         links, following = self._skips
         rows = zip(range(self.stages), [0.0, *following[:-1]], strict=True)
@@ -270,14 +277,13 @@ class StageCosts:
         """The part of each stage's input that its forward saves: all, if layers are computed again."""
         if recompute.recomputes:
             return self.inputs
-        rows = zip(self._kinds, self._layer_inputs, strict=True)
-        return [self._of_kind[kinds[0]].kept_input(self.samples, sizes[0]) for kinds, sizes in rows]
+        return [tensors.saved_input for tensors in self.tensors]
 
     def saved_outputs(self, recompute: Recompute) -> list[float]:
         """The part of each stage's output that its forward saves: none, if layers are computed again."""
         if recompute.recomputes:
             return [0.0] * self.stages
-        return [self._of_kind[kinds[-1]].kept_output(self.samples) for kinds in self._kinds]
+        return [tensors.saved_output for tensors in self.tensors]
 
     @cached_property
     def _states(self) -> list[dict[Saved, float]]:

@@ -21,7 +21,7 @@ from counterflow.common.text_files import read_text
 from counterflow.errors import ConfigError
 
 from .cluster import Cluster, Link, NodeKind
-from .layer_parts import Contexts, Division, Experts
+from .layer_parts import Contexts, Division, Experts, InputTensors
 from .model import ConfigValue, LayerSkip, LayerTie, Model, TrainValue
 from .profile import LayerProfile, Profile
 
@@ -123,6 +123,7 @@ def as_data(
     | Division
     | Experts
     | Contexts
+    | InputTensors
     | Link
     | LayerSkip
     | LayerTie,
@@ -137,7 +138,7 @@ def as_data(
     if isinstance(value, Cluster):
         data["kinds"] = [as_data(kind) for kind in value.kinds]
     for name, part in data.items():
-        if isinstance(part, (Link, Division, Experts, Contexts)):
+        if isinstance(part, (Link, Division, Experts, Contexts, InputTensors)):
             data[name] = as_data(part)
         elif isinstance(part, Mapping):
             data[name] = {k: as_data(v) if isinstance(v, LayerProfile) else v for k, v in part.items()}

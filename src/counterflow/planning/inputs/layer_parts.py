@@ -1,4 +1,4 @@
-"""Parts of a kind of layer that tensor, expert and context parallelism divide.
+"""Parts of a kind of layer: those that parallelism divides, and the tensors of its input.
 
 Invariant: numbers are of the undivided layer; what a position has of it is computed in ``cost/positions.py``.
 """
@@ -130,6 +130,47 @@ class Contexts:
 
     def __post_init__(self) -> None:
         _require_numbers(self, "gathered_bytes", "overhead_seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class InputTensors:
+    """Tensors of a layer's input, by number, of which a layer passes on some as they are.
+
+    A tensor that several layers of a stage save, or pass on, exists once.
+
+    Attributes:
+        shares: share of each in the bytes of the input; 0: it is the user's mini-batch.
+        saved: those that the forward saves for the backward.
+        gradients: those that get a gradient.
+        passed: pairs of an input's number and the output's that it is.
+        saved_outputs: numbers of the other outputs that the forward saves.
+
+    Raises:
+        ConfigError: a number is negative, or there is no such input.
+
+    >>> InputTensors((0.5, 0.5), saved=(2,))
+    Traceback (most recent call last):
+    counterflow.errors.ConfigError: saved=(2,): the layer has 2 input tensors, numbered from 0
+    """
+
+    __pydantic_config__ = FORM
+
+    shares: tuple[float, ...]
+    saved: tuple[int, ...] = ()
+    gradients: tuple[int, ...] = ()
+    passed: tuple[tuple[int, int], ...] = ()
+    saved_outputs: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for share in self.shares:
+            require_number("shares", share)
+        sources = tuple(source for source, _ in self.passed)
+        count = len(self.shares)
+        for name, numbers in (("saved", self.saved), ("gradients", self.gradients), ("passed", sources)):
+            if any(not 0 <= number < count for number in numbers):
+                raise ConfigError(
+                    f"{name}={getattr(self, name)}: the layer has {count} input tensors, numbered from 0"
+                )
 
 
 def _require_numbers(part: Division | Experts | Contexts, *names: str) -> None:

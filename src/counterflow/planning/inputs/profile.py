@@ -20,7 +20,7 @@ from counterflow.simulation.layer_cost import LayerCost, Line
 from counterflow.simulation.slice_lengths import exceed_whole
 
 from .cluster import FORM, require_number
-from .layer_parts import Contexts, Division, Experts
+from .layer_parts import Contexts, Division, Experts, InputTensors
 
 _AT_SIZES = "forward_seconds", "backward_seconds", "saved_bytes"
 _ALONE = (
@@ -110,6 +110,7 @@ class LayerProfile:
         high_factors: the same for a high quantile, at least 1.
         parameter_bytes: size of each trained parameter, in the layer's order, because whole parameters have
             owners if optimiser state is sharded. None: the layer's bytes are assumed to be divided evenly.
+        input_tensors: the tensors of its input; None: one, which it does not pass on.
 
     Raises:
         ConfigError: there are no sizes, sizes do not rise, or a number for a size is missing or negative.
@@ -154,6 +155,7 @@ class LayerProfile:
     contexts: Contexts | None = None
     low_factors: tuple[float, ...] = ()
     high_factors: tuple[float, ...] = ()
+    input_tensors: InputTensors | None = None
 
     def __post_init__(self) -> None:
         if not self.samples or self.samples[0] <= 0 or any(a >= b for a, b in pairwise(self.samples)):

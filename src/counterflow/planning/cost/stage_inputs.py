@@ -1,0 +1,109 @@
+"""Tensors between the layers of a stage: which exist already, and which are saved first by which layer.
+
+Invariant: a tensor that layers pass on counts once, with the stage's input if it came with that. Without
+``InputTensors`` of a layer its input is one tensor, of which what the layer before saved is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+from ..inputs.profile import LayerProfile
+
+
+class _State(NamedTuple):
+    """State of a tensor before a layer."""
+
+    saved: bool = False
+    of_stage: bool = False
+    passed: bool = False
+
+    @property
+    def exists(self) -> bool:
+        """True if the tensor is counted before the layer."""
+        return self.saved or self.of_stage
+
+
+_NEW = _State()
+
+
+@dataclass(frozen=True, slots=True)
+class StageInputs:
+    """Bytes of the inputs of a stage's layers, each amount by layer; the stage's input counts separately.
+
+    Attributes:
+        entering: those that nothing saves and that are not the stage's input.
+        first_saved: those that the layer saves and no earlier one.
+        passed: those that the layer before has passed on.
+        gradients: gradients of all.
+        copied: gradients of tensors that the layer alone, as its peaks were measured, copies to pass them on.
+        constant: part of the stage's input that needs no gradient.
+        through: gradients of tensors that the stage passes on from its input to its output.
+        saved_input: part of the stage's input that any of its layers saves.
+        saved_output: part of the stage's output that is saved, or is its input.
+    """
+
+    entering: tuple[float, ...]
+    first_saved: tuple[float, ...]
+    passed: tuple[float, ...]
+    gradients: tuple[float, ...]
+    copied: tuple[float, ...]
+    constant: float
+    through: float
+    saved_input: float
+    saved_output: float
+
+    @classmethod
+    def of(cls, layers: Sequence[LayerProfile], inputs: Sequence[float], samples: float) -> Self:
+        """The inputs of a stage's layers.
+
+        Args:
+            layers: layers of the stage.
+            inputs: bytes of each layer's input, for the micro-batch.
+            samples: samples of the micro-batch.
+        """
+        rows: list[tuple[float, float, float, float, float]] = []
+        states: dict[int, _State] | None = None
+        saved_input = layers[0].kept_input(samples, inputs[0])
+        saved_output = through = 0.0
+        for number, (layer, size) in enumerate(zip(layers, inputs, strict=True)):
+            tensors, saved_bytes = layer.input_tensors, layer.kept_input(samples, size)
+            sizes = () if tensors is None else tuple(share * size for share in tensors.shares)
+            gradient, copied = size, 0.0
+            if tensors is not None:
+                gradient = sum(sizes[i] for i in tensors.gradients)
+                copied = sum(sizes[i] for i in {i for i, _ in tensors.passed} & {*tensors.gradients})
+            if number == 0:
+                states = dict.fromkeys(range(len(sizes)), _State(of_stage=True))
+                rows.append((0.0, 0.0, 0.0, gradient, copied))
+            elif tensors is None or states is None:
+                shared = min(layers[number - 1].kept_output(samples), size)
+                rows.append((size - shared, max(0.0, saved_bytes - shared), 0.0, gradient, copied))
+                states = {}
+            else:
+                known = [states.get(i, _NEW) for i in range(len(sizes))]
+                saved = [(sizes[i], known[i]) for i in tensors.saved]
+                saved_input += sum(part for part, state in saved if state.of_stage and not state.saved)
+                repeated = sum(part for part, state in saved if state.exists)
+                exists = sum(part for part, state in zip(sizes, known, strict=True) if state.exists)
+                passed = sum(part for part, state in zip(sizes, known, strict=True) if state.passed)
+                first_saved = max(0.0, saved_bytes - repeated)
+                rows.append((max(0.0, size - exists), first_saved, passed, gradient, copied))
+            through, saved_output = 0.0, layer.kept_output(samples)
+            if tensors is None:
+                states = None
+                continue
+            after = dict.fromkeys(tensors.saved_outputs, _State(saved=True))
+            for source, output in tensors.passed:
+                before = states.get(source, _NEW)
+                state = _State(before.saved or source in tensors.saved, before.of_stage, passed=True)
+                after[output] = state
+                saved_output += sizes[source] if state.exists else 0.0
+                through += sizes[source] if before.of_stage and source in tensors.gradients else 0.0
+            states = after
+        constant = max(0.0, inputs[0] - rows[0][3])
+        by_layer = [tuple(amounts) for amounts in zip(*rows, strict=True)]
+        entering, first, passing, gradients, copies = by_layer
+        return cls(entering, first, passing, gradients, copies, constant, through, saved_input, saved_output)
