@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional
 
 import counterflow as cf
@@ -177,3 +177,26 @@ def test_a_stage_is_one_graph_of_each_kind(deferred: list[int]) -> None:
         ["layers 2 to 3 in 1 graph"],
     ]
     assert deferred == [6] * 4  # the second stage's, of both layers; the first one's whole backward waits
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_backward_that_changes_something_stays_whole(changes: bool) -> None:
+    graph = fx.Graph()
+    weight, counter, dy = map(graph.placeholder, ("weight", "counter", "dy"))
+    dx, dw = graph.call_function(torch.mul, (dy, weight)), graph.call_function(torch.neg, (dy,))
+    if changes:
+        graph.call_function(torch.ops.aten.add_.Tensor, (counter, dy))
+    graph.output((dx, dw))
+    compiled: list[fx.GraphModule] = []
+
+    def note(part: fx.GraphModule) -> Callable[[list[Any]], tuple[Tensor, ...]]:
+        compiled.append(part)
+        return lambda values: part.forward(*values)
+
+    run = split_graphs.split_backward_graph(fx.GraphModule({}, graph), [True, True], {1}, note)
+    assert len(compiled) == (1 if changes else 2)
+    values = [torch.full((2,), 3.0), torch.zeros(2), torch.full((2,), 5.0)]
+    total = values[1]
+    gradients = run(values)
+    assert [g.tolist() for g in gradients] == [[15.0, 15.0], [-5.0, -5.0]]
+    assert total.tolist() == ([5.0, 5.0] if changes else [0.0, 0.0])

@@ -5,8 +5,8 @@
     saved, dy ── input graph ── dx, and what the weight graph needs of it
     saved, these ── weight graph ── dw      (in the op of weight gradients)
 
-An op of the backward that makes gradients of both, such as a convolution's, is in the input graph. Both
-graphs together have the ops of the whole backward, each once.
+An op of the backward that makes gradients of both, such as a norm's, is in the input graph; a convolution's
+is made two. A backward with ops that no result needs, which change something, stays whole.
 
 Invariant: a gradient is deferred if the op of the input gradient asks for it (``deferring``), and the weight
 is a leaf without hooks. Otherwise both graphs run, and autograd receives all gradients.
@@ -88,6 +88,9 @@ def split_backward_graph(
         before for node in weight_nodes for before in node.all_input_nodes if before not in weight_nodes
     }
     received |= {node for node in later if node not in weight_nodes}
+    computed = input_nodes | weight_nodes
+    if any(node.op == "call_function" and node not in computed for node in graph.graph.nodes):
+        return compiled(graph)
     of_inputs = [node for node in placeholders if node in input_nodes]
     of_weights = [node for node in placeholders if node in received]
     between = [node for node in graph.graph.nodes if node in received and node not in of_weights]
