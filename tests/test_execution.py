@@ -14,6 +14,7 @@ from counterflow.execution import Batching, Configured, Execution, Flat, records
 from counterflow.planning import Model
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule.modes import Recompute, Sync
+from counterflow.training import load_config
 
 EVERY = [*Execution.model_fields.items(), *Batching.model_fields.items()]
 
@@ -74,6 +75,17 @@ def test_records_and_keywords_go_together() -> None:
     assert records(None, None, {}) == (Execution(), Batching())
     given = Configured(zero_stage=1)
     assert records(given, None, {})[0] is given
+
+
+def test_a_section_of_a_config_is_an_execution_without_its_further_keys() -> None:
+    section = load_config(None).pipeline
+    assert type(records(section, None, {})[0]) is Execution
+    layers = [torch.nn.Linear(2, 2)]
+    loss, optimizer = torch.nn.functional.mse_loss, torch.optim.SGD
+    batch = torch.ones(2, 2, device="meta")
+    schedule = "gpipe(stages=1, micro_batches=2)"
+    counted = cf.memory(layers, loss, schedule, batch, batch, optimizer=optimizer, execution=section)
+    assert len(counted.workers) == 1
 
 
 @pytest.mark.parametrize(

@@ -436,6 +436,7 @@ def _with(kind: type[_Record], place: str, record: _Record | None, flat: Mapping
             raise ConfigError(
                 f"{name} is given twice: {value!r}, and {getattr(record, name)!r} in {place}; give it once"
             )
-    return (
-        kind(**{name: getattr(record, name) for name in kind.model_fields} | changes) if changes else record
-    )
+    further = type(record).model_fields.keys() - kind.model_fields.keys()  # of a section of a config
+    if not changes and not further:
+        return record
+    return kind(**{name: getattr(record, name) for name in kind.model_fields} | changes)
