@@ -282,7 +282,7 @@ def end_fsdp_backward(module: Any) -> None:
         state._root_post_backward_final_callback()  # noqa: SLF001
 
 
-def hook_tables(parameter: Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
+def hook_tables(parameter: nn.Parameter) -> tuple[dict[int, Any], dict[int, Any]]:
     """Tables of a parameter's hooks: of its gradient, and after its accumulation.
 
     Without: hooks are called for each micro-batch.
@@ -290,6 +290,12 @@ def hook_tables(parameter: Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
     before = parameter._backward_hooks  # noqa: SLF001
     after = getattr(parameter, "_post_accumulate_grad_hooks", None)
     return {} if before is None else before, {} if after is None else after
+
+
+def has_hooks(tensor: Tensor) -> bool:
+    """True if a leaf has hooks of its gradient, or of the accumulation. Without: none are looked for."""
+    after = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return bool(tensor._backward_hooks or after)  # noqa: SLF001
 
 
 def hooks_of(parameter: nn.Parameter) -> tuple[list[Any], list[Any]]:

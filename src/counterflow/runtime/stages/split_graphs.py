@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from counterflow.common.tensors.graphs import variable
 from counterflow.common.tensors.torch_compiler import Compile, compile_parts
-from counterflow.common.tensors.torch_private import hook_tables
+from counterflow.common.tensors.torch_private import has_hooks
 
 from .weight_gradients import PendingGradients, add_gradient
 
@@ -244,7 +244,7 @@ def deferring(nodes: Sequence[Node], pending: list[PendingGradients]) -> Iterato
     handles = []
     for node in nodes:
         leaves = [variable(child) for child, _ in node.next_functions if child is not None]
-        if not any(any(hook_tables(leaf)) for leaf in leaves if leaf is not None):
+        if not any(leaf is not None and has_hooks(leaf) for leaf in leaves):
             handles += [node.register_prehook(partial(begin, node)), node.register_hook(end)]
     try:
         yield

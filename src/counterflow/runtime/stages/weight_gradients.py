@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge
 from typing_extensions import override
 
 from counterflow.common.tensors.graphs import product_rows
-from counterflow.common.tensors.torch_private import hook_tables, run_backward
+from counterflow.common.tensors.torch_private import has_hooks, run_backward
 
 _PLAIN = frozenset((Tensor, nn.Parameter))
 
@@ -99,7 +99,7 @@ def _plain_total(weight: Tensor, gradient: Tensor) -> Tensor | None:
         and type(gradient) is Tensor
         and type(total) is Tensor
         and weight.dtype is gradient.dtype is total.dtype
-        and not any(hook_tables(weight))
+        and not has_hooks(weight)
     )
     return total if plain else None
 
