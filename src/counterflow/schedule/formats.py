@@ -27,7 +27,9 @@ VERSION = 1
 """The version of the format."""
 
 _OP = re.compile(
-    r"(?P<kind>[FBIWR])(?:(?P<one>\d+)|\((?P<group>\d+(?:,\d+)+)\))\.(?P<stage>\d+)"
+    r"(?P<kind>["
+    + "".join(kind.value for kind in OpKind)
+    + r"])(?:(?P<one>\d+)|\((?P<group>\d+(?:,\d+)+)\))\.(?P<stage>\d+)"
     r"(?:p(?P<pipe>\d+))?(?::(?P<part>\d+)/(?P<parts>\d+))?(?:v(?P<version>\d+))?"
 )
 _OP_HELP = (
@@ -200,7 +202,11 @@ def _schedule(file: _File, name: str) -> Schedule:
         versions=_versions(file, stages, name),
         skips=_skips(file, stages, name),
         lengths=tuple(file.lengths or (1,) * slices),
-        recomputes=any(op.kind is OpKind.RECOMPUTATION for order in orders for op in order),
+        further_kinds=tuple(
+            kind
+            for kind in OpKind
+            if not kind.makes and any(op.kind is kind for order in orders for op in order)
+        ),
     )
     return Schedule(file.scheme, tuple(file.options.items()), workload, orders, steady)
 

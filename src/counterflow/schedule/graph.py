@@ -159,19 +159,18 @@ class OpGraph:
         for node, op in enumerate(self.ops):
             if op.kind.is_forward:
                 outputs.update(((op.pipe, op.stage, m, op.part), node) for m in op.micro_batches)
-        restored = {
-            (kind.restores, self._keys[node]): node
+        further = {
+            (kind, self._keys[node]): node
             for kind, nodes in self._of_kind.items()
             for node in nodes
-            if kind.restores
+            if not kind.makes
         }
         needs: list[list[int]] = []
         for op, source, key in zip(self.ops, self.source, self._keys, strict=True):
             kind, stage, batches, pipe, part, parts, _ = op
             inputs = [] if source is None else [source]
-            restorer = next((restored[x, key] for x in kind.frees if (x, key) in restored), None)
-            if restorer is not None:
-                inputs.append(restorer)
+            if before := [further[k, key] for k in kind.after if (k, key) in further]:
+                inputs += before
             elif kind.first is Product.OUTPUT:
                 inputs.append(outputs[pipe, stage, batches[0], part if sliced else 0])
             elif kind.first is not None:

@@ -76,6 +76,9 @@ class OpKind(Enum):
         attends: True if a part of its work is attention between positions, which has no weights.
         again: the kind whose work it does again, or None; a backward only if outputs are recomputed and no
             recomputation has done it.
+        verb: method of ``StagePass`` that it runs; empty: it has a task of its own.
+        after: kinds without a product that precede it if a workload has them: they restore what it frees, or
+            free what it restores.
         gives: the one of its products that goes to another stage, or None.
         is_forward: True if it needs nothing of its own stage, so it always computes complete micro-batches;
             in a sliced workload always one slice.
@@ -106,6 +109,8 @@ class OpKind(Enum):
     carries: int
     attends: bool
     again: OpKind | None
+    verb: str
+    after: tuple[OpKind, ...]
     gives: Product | None
     is_forward: bool
 
@@ -149,6 +154,7 @@ class _Facts(NamedTuple):
     attends: bool = False
     again: OpKind | None = None
     lane: Lane = Lane.COMPUTE
+    verb: str = ""
 
 
 _GRAPH = (_ACTIVATIONS, _RECOMPUTED)
@@ -161,13 +167,26 @@ _FACTS = {
         "input gradient", _OUT, _IN, (_IN,), _OPERANDS, frees=_GRAPH, carries=-1, attends=True, again=F
     ),
     W: _Facts("weight gradients", _IN, None, (_WEIGHTS,), frees=(_OPERANDS,), stash=-1),
-    R: _Facts("recomputation", _OUT, restores=_RECOMPUTED, attends=True, again=F),
+    R: _Facts("recomputation", _OUT, restores=_RECOMPUTED, attends=True, again=F, verb="recompute"),
 }
 for _kind, _facts in _FACTS.items():
     for _name, _fact in _facts._asdict().items():
         setattr(_kind, _name, _fact)
     _kind.gives = next((product for product in _kind.makes if product.goes), None)
     _kind.is_forward = _kind.first is None
+
+
+def _follows(user: OpKind, kind: OpKind) -> bool:
+    """True if an op follows one of another kind of its unit, which has no product that it could need."""
+    if kind.makes or kind is user:
+        return False
+    if user.makes:
+        return kind.restores is not None and kind.restores in user.frees
+    return user.restores is not None and user.restores in kind.frees
+
+
+for _kind in OpKind:
+    _kind.after = tuple(kind for kind in OpKind if _follows(_kind, kind))
 
 
 def maker_of(product: Product) -> OpKind:

@@ -92,8 +92,7 @@ class Workload:
         skips: skip connections, ascending.
         lengths: relative lengths of the slices into which each micro-batch is cut along its sequence; one:
             micro-batches are whole. With several, each forward is of one slice, and all parts are slices.
-        recomputes: whether an op of its own computes a stage again before each backward: a recomputation, of
-            the same share.
+        further_kinds: kinds of ops without a product that each share has too, such as recomputations.
     """
 
     placement: Placement
@@ -105,7 +104,12 @@ class Workload:
     trains: bool = True
     skips: tuple[SkipLink, ...] = ()
     lengths: tuple[int, ...] = (1,)
-    recomputes: bool = False
+    further_kinds: tuple[OpKind, ...] = ()
+
+    @property
+    def recomputes(self) -> bool:
+        """True if an op of its own computes a stage again before each backward."""
+        return OpKind.RECOMPUTATION in self.further_kinds
 
     @property
     def total_micro_batches(self) -> int:
@@ -151,7 +155,6 @@ class Workload:
         F0.0 F0.1 I0.0 W0.0 I0.1 W0.1
         """
         stages = range(self.placement.stages)
-        recomputation = (OpKind.RECOMPUTATION,) if self.recomputes else ()
         for work in self.passes:
             if not work.micro_batches:  # backwards without a forward, which ``faults`` reports
                 continue
@@ -161,7 +164,7 @@ class Workload:
                     yield Op(OpKind.FORWARD, s, work.micro_batches, work.pipe, part, self.slices, used[s])
             for share in work.shares:
                 for s in stages:
-                    for kind in (*recomputation, *kinds_of(share, s)):
+                    for kind in (*self.further_kinds, *kinds_of(share, s)):
                         yield Op(kind, s, share.micro_batches, work.pipe, share.part, share.parts, used[s])
 
     def needs(self, op: Op) -> tuple[Op, ...]:
@@ -197,8 +200,8 @@ class Workload:
             return Op(kind, stage, share.micro_batches, op.pipe, share.part, share.parts, version)
 
         needed = [] if op.kind.first is None else [maker(op.kind.first, op.stage)]
-        if self.recomputes and op.kind.again and op.kind.makes:
-            needed = [op._replace(kind=OpKind.RECOMPUTATION)]
+        if preceding := [kind for kind in op.kind.after if kind in self.further_kinds]:
+            needed = [op._replace(kind=kind) for kind in preceding]
         takes = op.kind.takes
         if takes is not None:
             ends = [(op.stage - takes.goes, op.stage)[:: takes.goes]]
@@ -302,7 +305,7 @@ class Workload:
             versions=None,
             trains=False,
             lengths=(1,),
-            recomputes=False,
+            further_kinds=(),
         )
 
 

@@ -101,16 +101,15 @@ def own_first(product: Product, subject: CheckSubject) -> Iterator[str]:
 
 def recomputed_first(subject: CheckSubject) -> Iterator[str]:
     """Backwards that precede the recomputation of their share."""
-    if not subject.schedule.workload.recomputes:
-        return
+    further = subject.schedule.workload.further_kinds
     for worker, order in enumerate(subject.schedule.orders):
-        done: set[tuple[object, ...]] = set()
+        done: set[Op] = set()
         for index, op in enumerate(order):
-            if op.kind is OpKind.RECOMPUTATION:
-                done.add(op[1:])
-            elif op.kind.again is not None and op[1:] not in done:
-                word = OpKind.RECOMPUTATION.word
-                yield f"worker {worker}, op {index}: {op} comes before its {word}"
+            for kind in op.kind.after:
+                if kind in further and op._replace(kind=kind) not in done:
+                    yield f"worker {worker}, op {index}: {op} comes before its {kind.word}"
+            if not op.kind.makes:
+                done.add(op)
 
 
 def slices_in_order(subject: CheckSubject) -> Iterator[str]:

@@ -116,8 +116,8 @@ class RunWeightGradients(GradientTask):
         inputs.release()
 
 
-class RunRecomputation(PassTask):
-    """A recomputation of a stage for one unit, whose forward saved only its input."""
+class RunVerb(PassTask):
+    """An op without a product, which is a verb of its unit's pass (``OpKind.verb``), as a recomputation."""
 
     @override
     def receive(self, batch: Batch) -> StagePass:
@@ -127,7 +127,7 @@ class RunRecomputation(PassTask):
     @override
     def compute(self, batch: Batch, inputs: StagePass) -> None:
         del batch
-        inputs.recompute()
+        getattr(inputs, self.op.kind.verb)()
 
     @override
     def publish(self, batch: Batch, inputs: StagePass, result: None) -> None:

@@ -33,7 +33,7 @@ from ..stages.stage_wrappers import failing_layer
 from ..transport.base import Transport
 from ..transport.worker_watch import worker_error
 from .addresses import Addresses
-from .backwards import GradientTask, RunBackward, RunRecomputation, RunWeightGradients
+from .backwards import GradientTask, RunBackward, RunVerb, RunWeightGradients
 from .forwards import RunForward
 from .in_flight import InFlight
 from .meters import clock_of
@@ -48,7 +48,7 @@ TASKS: Mapping[OpKind | type[Action], Callable[[Any, Tools, int], ActionTask]] =
     OpKind.BACKWARD: RunBackward,
     OpKind.INPUT_GRADIENT: RunBackward,
     OpKind.WEIGHT_GRADIENTS: RunWeightGradients,
-    OpKind.RECOMPUTATION: RunRecomputation,
+    **{kind: RunVerb for kind in OpKind if kind.verb},
     Send: SendTask,
     Receive: ReceiveTask,
 }

@@ -23,7 +23,8 @@ from ..messages.values import Value, flatten_value, takes_gradient, unflatten_va
 from .buffers import Contents
 from .input_guard import copied, same_tensors
 from .interface import RunnableStage
-from .passes import Output, PlainPass, StagePass
+from .passes import Output, PlainPass
+from .wrapping_pass import WrappingPass
 
 _NOTHING = nullcontext()
 
@@ -49,7 +50,7 @@ class RecomputeInput(NamedTuple):
     first: FirstOutput | None = None
 
 
-class RecomputedPass(StagePass):
+class RecomputedPass(WrappingPass):
     """A unit whose forward saves its input alone; ``recompute`` makes the graph for the backward.
 
     Attributes:
@@ -60,7 +61,7 @@ class RecomputedPass(StagePass):
     __slots__ = ("graph", "source")
 
     def __init__(self, graph: PlainPass) -> None:
-        super().__init__(graph.stage, graph.rows, graph.step, graph.head, graph.meter)
+        super().__init__(graph)
         self.graph = graph
         self.source: RecomputeInput | None = None
 
@@ -130,30 +131,6 @@ class RecomputedPass(StagePass):
         graded = [tensor.requires_grad for tensor in graph.outputs]
         graph.graded = None if all(graded) else graded
         self.source = None
-
-    @override
-    def prepare(self, *, defers: bool) -> None:
-        self.graph.prepare(defers=defers)
-
-    @override
-    def backward(self, gradients: Sequence[Tensor | None]) -> None:
-        self.graph.backward(gradients)
-
-    @override
-    def weight_gradients(self) -> None:
-        self.graph.weight_gradients()
-
-    @override
-    def input_gradients(self) -> list[Tensor | None]:
-        return self.graph.input_gradients()
-
-    @override
-    def settle(self) -> None:
-        self.graph.settle()
-
-    @override
-    def release(self) -> None:
-        self.graph.release()
 
 
 @contextmanager

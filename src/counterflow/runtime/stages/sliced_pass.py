@@ -14,6 +14,7 @@ from .passes import Head, Output, PlainPass, StagePass
 from .recomputed_pass import RecomputedPass
 from .sample_rows import SampleRows
 from .saved_bytes import SavedBytes, SavedStorage
+from .wrapping_pass import WrappingPass
 
 PassMaker = Callable[[RunnableStage, SampleRows, int, Head, SavedBytes], StagePass]
 """Function that makes the pass of a unit."""
@@ -22,20 +23,18 @@ GraphPassMaker = Callable[[RunnableStage, SampleRows, int, Head, SavedBytes], Pl
 """Function that makes the pass of a unit that saves its graph."""
 
 
-class SlicedPass(StagePass):
+class SlicedPass(WrappingPass):
     """A slice of a micro-batch, which takes the state that the slice before left, and leaves one to the next.
 
     Attributes:
-        unit_pass: pass of the slice by itself.
         loss: loss of the last stage, beside which the gradient of a state is received; None: another stage.
         state: storages of the state that are counted until the next slice has it among its inputs.
     """
 
-    __slots__ = ("loss", "state", "unit_pass")
+    __slots__ = ("loss", "state")
 
     def __init__(self, unit_pass: PlainPass | RecomputedPass) -> None:
-        super().__init__(unit_pass.stage, unit_pass.rows, unit_pass.step, unit_pass.head, unit_pass.meter)
-        self.unit_pass = unit_pass
+        super().__init__(unit_pass)
         self.loss: Tensor | None = None
         self.state: list[SavedStorage] = []
 
@@ -47,34 +46,10 @@ class SlicedPass(StagePass):
         return structure, tensors
 
     @override
-    def recompute(self) -> None:
-        self.unit_pass.recompute()
-
-    @override
-    def prepare(self, *, defers: bool) -> None:
-        self.unit_pass.prepare(defers=defers)
-
-    @override
     def backward(self, gradients: Sequence[Tensor | None]) -> None:
         if self.loss is not None and gradients:
             gradients = [torch.ones_like(self.loss), *gradients]
         self.unit_pass.backward(gradients)
-
-    @override
-    def weight_gradients(self) -> None:
-        self.unit_pass.weight_gradients()
-
-    @override
-    def input_gradients(self) -> list[Tensor | None]:
-        return self.unit_pass.input_gradients()
-
-    @override
-    def settle(self) -> None:
-        self.unit_pass.settle()
-
-    @override
-    def release(self) -> None:
-        self.unit_pass.release()
 
     @override
     def count_state(self, tensors: Sequence[Tensor]) -> None:
