@@ -68,6 +68,15 @@ def test_an_order_that_wins_is_a_plan_like_any_other() -> None:
     assert sum(getattr(parts, name) for name in type(parts).__slots__) == pytest.approx(best.seconds)
 
 
+def test_workers_that_share_cores() -> None:
+    cluster = replace(CLUSTER, nodes=1, devices=4, inside=Link(0.3, 0.2), cores=2)
+    found, orders = computed(cluster=cluster)
+    assert orders.named is found.best[0]
+    for order in orders.computed:
+        assert order.bound_seconds <= order.seconds
+        assert order.seconds >= sum(order.play.timing.work) / 2
+
+
 def test_the_same_moves_compute_the_same_orders() -> None:
     first, again = (computed()[1] for _ in range(2))
     assert [one.seconds for one in first.computed] == [one.seconds for one in again.computed]

@@ -219,9 +219,10 @@ class Play:
     @cached_property
     def _core_seconds(self) -> float:
         """Minimum seconds of an update in any order: the work of a node's workers over its cores."""
-        shared, work = self._cores, self.timing.work
-        if shared is None:
+        shared = self._cores
+        if shared is None or not any(self.schedule.orders):  # an order that is still to be computed
             return 0.0
+        work = self.timing.work
         rows = zip(shared.cores, zip(*shared.threads, strict=True), strict=True)
         return max(
             math.fsum(seconds * count for seconds, count in zip(work, threads, strict=True)) / cores
