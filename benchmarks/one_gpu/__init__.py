@@ -35,6 +35,9 @@ FOLDER = Path(__file__).parents[1]
 GRACE_SECONDS = 5.0
 """Time that a part has to end by itself after its limit."""
 
+REHEARSAL_FACTOR = 6.0
+"""Multiple of a part's limit in a rehearsal, whose machine may be busy with other things."""
+
 ALLOWED = (
     *("torch", "numpy", "numba", "matplotlib", "typer", "rich", "safetensors", "pydantic", "tomlkit"),
     *("pip", "setuptools", "dill", "tqdm"),  # which torch imports where they are installed
@@ -60,6 +63,10 @@ class Part:
     module: str
     seconds: float
     about: str
+
+    def limit(self, *, pretend: bool) -> float:
+        """Limit of its time, in seconds; a rehearsal's is longer."""
+        return self.seconds * (REHEARSAL_FACTOR if pretend else 1.0)
 
 
 PARTS = (
@@ -233,7 +240,7 @@ def run(parts: Sequence[str], out: Path, *, pretend: bool, thin: int) -> int:
                 continue
             begin = time.monotonic()
             path = Path(folder) / f"{part.name}.jsonl"
-            print(f"\n{part.name}: {part.about}, at most {part.seconds:g} s", flush=True)
+            print(f"\n{part.name}: {part.about}, at most {part.limit(pretend=pretend):g} s", flush=True)
             problem = _process(part, path, pretend=pretend, thin=thin)
             lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
             rows = [Row(**json.loads(line)) for line in lines]
@@ -257,11 +264,12 @@ def _process(part: Part, path: Path, *, pretend: bool, thin: int) -> str:
     """Run a part in a process; returns why it did not end by itself, or nothing."""
     command = [sys.executable, "-m", "one_gpu", "--part", part.name, "--rows", str(path)]
     command += ["--thin", str(thin), *(["--pretend"] if pretend else [])]
-    command += ["--end", str(time.monotonic() + part.seconds)]
+    limit = part.limit(pretend=pretend)
+    command += ["--end", str(time.monotonic() + limit)]
     environment = os.environ | {"PYTHONPATH": _import_path(), "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
-        status = process.wait(part.seconds + GRACE_SECONDS)
+        status = process.wait(limit + GRACE_SECONDS)
     except subprocess.TimeoutExpired:
         status = None
     finally:
@@ -270,7 +278,7 @@ def _process(part: Part, path: Path, *, pretend: bool, thin: int) -> str:
         process.wait()
     if status is None:
         now = now_of(path).read_text(encoding="utf-8") if now_of(path).exists() else "its imports"
-        return f"it took more than {part.seconds:g} s, in {now}"
+        return f"it took more than {limit:g} s, in {now}"
     return "" if status == 0 else f"its process ended with status {status}"
 
 
