@@ -171,7 +171,8 @@ def profile(
 
     Args:
         model: any module, whose layers are found; an ``nn.Sequential``, or a list of layers. It is copied,
-            and stays as it is. On the meta device it needs no memory; each measured layer gets any weights.
+            and stays as it is. On the meta device it needs no memory; measured layers get any weights, in
+            groups that fit into a worker's memory, or into ``$COUNTERFLOW_WORKER_BYTES``.
         loss: loss function of the model's output and the targets, as of ``Pipeline``.
         example: a mini-batch, inputs and targets as in ``Pipeline.step``, with the samples in dimension 0;
             mini-batches of other sizes repeat its samples.
@@ -189,7 +190,8 @@ def profile(
         The model, its profile and the cluster, as ``plan`` takes them.
 
     Raises:
-        ConfigError: layers cannot be found, the example does not fit, or a size is below 1.
+        ConfigError: layers cannot be found, the example does not fit, a size is below 1, or a layer does not
+            fit into a worker.
         WorkerError: a worker failed.
     """
     from .measure.model_profile import Description, measure_model  # noqa: PLC0415 - torch takes seconds

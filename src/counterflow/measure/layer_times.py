@@ -7,6 +7,7 @@ which gives the sum without the runtime's code around each layer. The difference
 from __future__ import annotations
 
 import copy
+import gc
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -356,6 +357,8 @@ def timed(
         timer.turn()
     result = timer.result(repeats / len(timer.repeats.seconds) if timer.repeats.seconds else 1.0)
     timer.close()
+    del timer
+    gc.collect()  # closed pipelines are in circles, and the next ones need their memory
     return result
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TypeVar
 
 import torch
 
@@ -22,12 +22,16 @@ from counterflow.runtime.transport.kinds import GLOO, LOCAL, NCCL
 from counterflow.runtime.workers.launch import launch
 from counterflow.runtime.workers.world import RankInfo, current_transport, rank_info
 
+from .group_results import joined_lengths, joined_sizes
 from .layer_chain import LayerChain
 from .layer_costs import assembled
+from .layer_groups import groups_of, values_of
 from .layer_times import AtLengths, AtSize, LayerTimer, LengthTimer, StepTimer, Subject, SubjectSource, timed
 from .links import Travel, measure_links
 from .machine import cores
 from .measuring_progress import Progress, reported
+
+_Result = TypeVar("_Result")
 
 _Travels = tuple[tuple[Travel, ...], tuple[Travel, ...]]
 """Messages and all-reduces of two workers."""
@@ -178,23 +182,50 @@ def _measured(
         pairs: ranks between which links are measured.
         chain: the layers that are measured; None: those of the subject.
     """
-
-    def finished(what: Any) -> Any:
-        if done is not None and current_transport().rank == 0:
-            with done.open("ab") as file:
-                file.write(b".")
-        return what
-
     model = source()
     chain = chain or LayerChain.of(model)
-    subject = chain.subject(model)
+    groups = groups_of(model, chain, sizes, workers=_workers_here())
+    values = values_of(model, chain)
     # Workers that share cores wait for each other, which is no disturbance.
     repeating = _workers_here() * torch.get_num_threads() <= cores()
     run = partial(timed, repeats=repeats, repeating=repeating)
-    by_size = [finished(run(LayerTimer, subject, size)) for size in sizes]
-    lengths = finished(run(LengthTimer, subject, sizes[0]))
-    steps = finished(run(StepTimer, subject, sizes[len(sizes) // 2]))
-    layers = assembled(subject.layers, by_size, lengths, chain.measured_kinds)
+    parts: list[tuple[list[AtSize], AtLengths | None]] = []
+    progress = _Parts(done, len(groups))
+    for group in groups:
+        subject = group.subject(model, chain, values)
+        by_size = [progress.count(run(LayerTimer, subject, size)) for size in sizes]
+        parts.append((by_size, progress.count(run(LengthTimer, subject, sizes[0]))))
+    largest = max(groups, key=lambda group: group.stop - group.start)
+    if len(groups) > 1:
+        subject = largest.subject(model, chain, values)
+    steps = _Parts(done, 1).count(run(StepTimer, subject, sizes[len(sizes) // 2]))
+    layers = [model.layers[place] for place in chain.places]
+    by_size = [
+        joined_sizes(groups, results, layers, model)
+        for results in zip(*(part[0] for part in parts), strict=True)
+    ]
+    lengths = joined_lengths(groups, [part[1] for part in parts])
+    profile = assembled(layers, by_size, lengths, chain.measured_kinds)
     if repeating:
-        layers = replace(layers, waiting_share=round(fmean(times.waiting for times in by_size), 3))
-    return chain, layers, by_size, lengths, steps, [measure_links(repeats, pair) for pair in pairs]
+        profile = replace(profile, waiting_share=round(fmean(times.waiting for times in by_size), 3))
+    return chain, profile, by_size, lengths, steps, [measure_links(repeats, pair) for pair in pairs]
+
+
+class _Parts:
+    """Progress of measurements that are made once for each group.
+
+    Args:
+        file: file that gets a byte whenever a measurement of all groups is done; None: no file.
+        groups: number of groups.
+    """
+
+    def __init__(self, file: Path | None, groups: int) -> None:
+        self._file, self._groups, self._counted = file, groups, 0
+
+    def count(self, result: _Result) -> _Result:
+        """Count a measurement of a group, and return its result."""
+        self._counted += 1
+        if self._counted % self._groups == 0 and self._file is not None and current_transport().rank == 0:
+            with self._file.open("ab") as file:
+                file.write(b".")
+        return result
