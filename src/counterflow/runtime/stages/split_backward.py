@@ -271,7 +271,6 @@ class SplitBackward:
         *,
         look: bool,
     ) -> None:
-        """Add one piece's input gradient to ``grad`` of its inputs."""
         if not edges:
             return
         direct = self.split_planner.direct

@@ -136,7 +136,6 @@ def _above(values: Iterable[Any], inputs: Collection[fx.Node] = ()) -> set[fx.No
 
 
 def _piece(graph: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[Any]) -> fx.GraphModule:
-    """Return the graph from some nodes to others."""
     piece = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:

@@ -311,11 +311,9 @@ class LocalStage:
 
     def compiled_layers(self) -> tuple[CompiledLayers, ...]:
         """Layers that are compiled as one function in training; empty: the stage is not compiled."""
-        return (
-            ()
-            if self._compiled is None
-            else self._compiled.report(blocks(self.layers, self._training_wrappers))
-        )
+        if self._compiled is None:
+            return ()
+        return self._compiled.report(blocks(self.layers, self._training_wrappers))
 
     def attach_module(self, module: StageModule) -> None:
         """Run the layers in a module whose hooks gather sharded weights."""
