@@ -6,7 +6,6 @@ step; of their numbers only those that are the model's inputs are right, as cost
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,8 +18,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from counterflow.api.aux_loss import added_losses
-from counterflow.common.tensors.torch_private import keeps_statistics
-from counterflow.common.trees import mapped, tensors_in
+from counterflow.common.trees import tensors_in
+
+from .fake_layers import fake_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +54,10 @@ def passes_of(
     device = devices[0] if devices and devices[0].type != "meta" else torch.device("cpu")
     passes = []
     with mode, torch.inference_mode(mode=False), torch.enable_grad(), added_losses():
-        memo = _without_memory(layers, device, dtype)
-        constant = {id(fake.untyped_storage()) for fake in memo.values()}
-        value = mapped(lambda x: _like(x, device, dtype), inputs)
+        copies, value, weights = fake_layers(layers, inputs, device, dtype)
+        constant = {id(fake.untyped_storage()) for fake in weights}
         tensors = [*tensors_in(value)]
-        for layer in (copy.deepcopy(layer, memo) for layer in layers):
+        for layer in copies:
             storages: dict[int, Any] = {}
 
             def note(tensor: Tensor, storages: dict[int, Any] = storages) -> Tensor:
@@ -71,26 +70,6 @@ def passes_of(
             saved = sum(storage.nbytes() for key, storage in storages.items() if key not in constant)
             passes.append(LayerPass(value, saved))
     return tensors, passes
-
-
-def _like(tensor: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
-    kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    return torch.empty(tensor.shape, dtype=kind, device=device)
-
-
-def _without_memory(
-    layers: Sequence[nn.Module], device: torch.device, dtype: torch.dtype | None
-) -> dict[int, Tensor]:
-    memo: dict[int, Tensor] = {}
-    for module in (module for layer in layers for module in layer.modules()):
-        cast = None if keeps_statistics(module) else dtype
-        for weight in module.parameters(recurse=False):
-            fake = _like(weight, device, cast)
-            plain = type(weight) is nn.Parameter
-            memo.setdefault(id(weight), nn.Parameter(fake, weight.requires_grad) if plain else fake)
-        for buffer in module.buffers(recurse=False):
-            memo.setdefault(id(buffer), _like(buffer, device, None))
-    return memo
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ Invariant: layers that are left out of a measured chain follow equal ones, so th
 
 from __future__ import annotations
 
-import copy
 import logging
 import re
 from collections.abc import Hashable, Iterator, Sequence
@@ -21,6 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from counterflow.api.aux_loss import added_losses
 from counterflow.api.skip import LoadSkip, SaveSkip
 from counterflow.capture.layer import CapturedLayer
+
+from .fake_layers import fake_layers
 
 _LOG = logging.getLogger(__name__)
 
@@ -74,14 +75,11 @@ def flows_of(layers: Sequence[nn.Module], inputs: Any) -> tuple[Flow, ...] | Non
     Returns:
         The flow of each layer; None: a layer needs the values of tensors.
     """
-    mode, memo = FakeTensorMode(allow_non_fake_inputs=True), dict[int, Any]()
     flows = []
     try:
-        with mode, torch.no_grad(), added_losses():
-            for tensor in (t for layer in layers for t in (*layer.parameters(), *layer.buffers())):
-                memo.setdefault(id(tensor), _fake_of(tensor))
-            value = pytree.tree_map(lambda x: _fake_of(x) if isinstance(x, Tensor) else x, inputs)
-            for layer in (copy.deepcopy(layer, memo) for layer in layers):
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), added_losses():
+            copies, value, _ = fake_layers(layers, inputs, torch.device("cpu"))
+            for layer in copies:
                 before = Boundary.of(value)
                 with FlopCounterMode(display=False) as counter:
                     value = layer(value)
@@ -90,11 +88,6 @@ def flows_of(layers: Sequence[nn.Module], inputs: Any) -> tuple[Flow, ...] | Non
         _LOG.debug("layers that need values are all measured: %s", error)
         return None
     return tuple(flows)
-
-
-def _fake_of(tensor: Tensor) -> Tensor:
-    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    return nn.Parameter(fake, requires_grad=tensor.requires_grad) if type(tensor) is nn.Parameter else fake
 
 
 def traits_of(

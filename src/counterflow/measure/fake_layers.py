@@ -1,0 +1,57 @@
+"""Copies of layers and of their input without memory, on which layers run without computing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from counterflow.common.tensors.torch_private import keeps_statistics
+from counterflow.common.trees import mapped
+
+
+class FakeLayers(NamedTuple):
+    """Layers without memory.
+
+    Attributes:
+        layers: copies of the layers, which share tensors as these do.
+        value: input of the first one.
+        tensors: weights and buffers.
+    """
+
+    layers: list[nn.Module]
+    value: Any
+    tensors: list[Tensor]
+
+
+def fake_layers(
+    layers: Sequence[nn.Module], inputs: Any, device: torch.device, dtype: torch.dtype | None = None
+) -> FakeLayers:
+    """Copy layers and their input; called, and the copies run, within a ``FakeTensorMode``.
+
+    Args:
+        layers: the layers, on any device.
+        inputs: input of the first one.
+        device: device that the copies report.
+        dtype: precision to which weights are cast while layers run; None: their own.
+    """
+
+    def like(tensor: Tensor, cast: torch.dtype | None) -> Tensor:
+        kind = cast if cast is not None and tensor.is_floating_point() else tensor.dtype
+        return torch.empty(tensor.shape, dtype=kind, device=device)
+
+    memo: dict[int, Any] = {}
+    for module in (module for layer in layers for module in layer.modules()):
+        cast = None if keeps_statistics(module) else dtype
+        for weight in module.parameters(recurse=False):
+            fake = like(weight, cast)
+            plain = type(weight) is nn.Parameter
+            memo.setdefault(id(weight), nn.Parameter(fake, weight.requires_grad) if plain else fake)
+        for buffer in module.buffers(recurse=False):
+            memo.setdefault(id(buffer), like(buffer, None))
+    tensors = list(memo.values())
+    copies = [copy.deepcopy(layer, memo) for layer in layers]
+    return FakeLayers(copies, mapped(lambda tensor: like(tensor, dtype), inputs), tensors)
