@@ -10,7 +10,6 @@ Schedules are built and layers cut in ``predict.py``.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -21,8 +20,7 @@ from counterflow.schedule.modes import Sync
 from counterflow.schedule.op import OpKind
 from counterflow.simulation import Costs, Simulation
 from counterflow.simulation.op_costs import StageOps
-from counterflow.simulation.shared_cores import SharedCores, core_wait_seconds
-from counterflow.simulation.timed_cache import timed
+from counterflow.simulation.shared_cores import SharedCores
 
 from .cost.device_placement import Network, mesh, shared_cores, sum_over
 from .cost.memory import (
@@ -127,7 +125,7 @@ class Play:
         """Simulated times."""
         if self.simulated is not None and self._has_times_of(self.simulated):
             return self.simulated.timing
-        return Timing(self.schedule, self.costs, self.inputs.model)
+        return Timing(self.schedule, self.costs, self.inputs.model, self._cores)
 
     def _has_times_of(self, play: Play) -> bool:
         zero_stage = play.configuration.zero_stage  # times do not depend on where optimiser state is stored
@@ -173,7 +171,7 @@ class Play:
     @cached_property
     def seconds(self) -> float:
         """Seconds of one step, with or without a barrier as the model's config says."""
-        return self.step_seconds(self.timing.update + self._core_wait)
+        return self.step_seconds(self.timing.update + self.timing.core_wait)
 
     @cached_property
     def range_seconds(self) -> tuple[float, float] | None:
@@ -198,43 +196,23 @@ class Play:
     @property
     def steady_seconds(self) -> float:
         """Seconds of one step if steps follow each other without a barrier."""
-        return self.step_seconds(self.timing.steady + self._core_wait)
+        return self.step_seconds(self.timing.steady + self.timing.core_wait)
 
     def step_seconds(self, update_seconds: float) -> float:
         """Minimum seconds of one step whose ops, messages and sums take ``update_seconds`` in each update."""
-        return (max(update_seconds, self._core_seconds) + self._update) * self.updates
+        return (max(update_seconds, self.timing.core_work) + self._update) * self.updates
 
     def update_limit(self, step_seconds: float) -> float:
         """Maximum seconds of an update's ops, messages and sums in a step of ``step_seconds``."""
         return step_seconds / self.updates - self._update
 
-    @cached_property
+    @property
     def _cores(self) -> SharedCores | None:
         if not self.inputs.devices.shares_cores:
             return None
         chosen = self.configuration
         place = self.inputs.cluster, self.schedule.placement, chosen.replicas, chosen.arrangement
         return shared_cores(*place, chosen.degrees.positions, nodes=chosen.nodes)
-
-    @cached_property
-    def _core_seconds(self) -> float:
-        """Minimum seconds of an update in any order: the work of a node's workers over its cores."""
-        shared = self._cores
-        if shared is None or not any(self.schedule.orders):  # an order that is still to be computed
-            return 0.0
-        work = self.timing.work
-        rows = zip(shared.cores, zip(*shared.threads, strict=True), strict=True)
-        return max(
-            math.fsum(seconds * count for seconds, count in zip(work, threads, strict=True)) / cores
-            for cores, threads in rows
-        )
-
-    @cached_property
-    def _core_wait(self) -> float:
-        """Additional seconds of an update as workers wait for cores; of asynchronous periods not known."""
-        if self._cores is None or not self.schedule.synchronous:
-            return 0.0
-        return core_wait_seconds(timed(self.schedule), self.costs, self._cores)
 
     @cached_property
     def _update(self) -> float:
@@ -389,7 +367,7 @@ class Play:
             messages=(without_sums - without_messages) * n,
             allreduce=(played.update - without_sums) * n,
             update=self._optimizer * n,
-            shared_cores=max(self._core_wait, self._core_seconds - played.update) * n,
+            shared_cores=max(played.core_wait, played.core_work - played.update) * n,
             broadcasts=self.broadcast_seconds * n,
         )
 

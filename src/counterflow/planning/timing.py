@@ -9,6 +9,7 @@ from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
 from counterflow.simulation import Costs, Simulation, simulate
 from counterflow.simulation.memory import Changes
+from counterflow.simulation.shared_cores import SharedCores, core_wait_seconds
 from counterflow.simulation.timed_cache import timed
 
 from .inputs.model import Model
@@ -22,11 +23,13 @@ class Timing:
         schedule: the order.
         costs: costs of the simulation.
         model: the model, which says whether steps have a barrier, and updates wait for a norm.
+        cores: the workers' cores; None: none are shared.
     """
 
     schedule: Schedule
     costs: Costs
     model: Model
+    cores: SharedCores | None = None
 
     @cached_property
     def simulation(self) -> Simulation:
@@ -61,6 +64,18 @@ class Timing:
         if self.schedule.synchronous:
             return self.simulation.busy
         return tuple(busy / self.schedule.periods for busy in self.simulation.busy)
+
+    @cached_property
+    def core_work(self) -> float:
+        """Minimum seconds of an update in any order, as workers share cores; 0 if there is no order yet."""
+        return 0.0 if self.cores is None or not any(self.schedule.orders) else self.cores.seconds(self.work)
+
+    @cached_property
+    def core_wait(self) -> float:
+        """Additional seconds of an update as workers wait for cores; of asynchronous periods not known."""
+        if self.cores is None or not self.schedule.synchronous:
+            return 0.0
+        return core_wait_seconds(timed(self.schedule), self.costs, self.cores)
 
     @cached_property
     def changes(self) -> Changes:

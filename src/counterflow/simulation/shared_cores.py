@@ -44,6 +44,18 @@ class SharedCores:
         threads = [sum(self.threads[worker][node] for worker in computing) for node in range(len(self.cores))]
         return [min(1.0, self.cores[node] / threads[node]) for node in map(self.node.__getitem__, computing)]
 
+    def seconds(self, work: Sequence[float]) -> float:
+        """Seconds in which the busiest node's cores do its workers' work if none is ever idle.
+
+        Args:
+            work: seconds of each worker's ops.
+        """
+        rows = zip(self.cores, zip(*self.threads, strict=True), strict=True)
+        return max(
+            math.fsum(seconds * count for seconds, count in zip(work, threads, strict=True)) / cores
+            for cores, threads in rows
+        )
+
 
 def core_wait_seconds(schedule: TimedSchedule, costs: Costs, shared: SharedCores) -> float:
     """Additional seconds until the last op of a synchronous schedule ends, as workers wait for cores.
