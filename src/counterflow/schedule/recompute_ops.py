@@ -48,7 +48,7 @@ def with_recomputations(schedule: Schedule) -> Schedule:
     orders = tuple(tuple(_recomputed(order)) for order in schedule.orders)
     recomputed = replace(
         schedule,
-        workload=replace(workload, further_kinds=(*workload.further_kinds, OpKind.RECOMPUTATION)),
+        workload=workload.recomputing(recomputes=True),
         orders=orders,
         steady=_moved(schedule),
         pairs=(),
@@ -78,8 +78,7 @@ def without_recomputations(schedule: Schedule) -> Schedule:
         rows = zip(map(_other_ops_before, schedule.orders), steady, strict=True)
         steady = tuple((counts[begin], counts[stop]) for counts, (begin, stop) in rows)
     orders = (filter(_is_other, order) for order in schedule.orders)
-    kinds = tuple(kind for kind in schedule.workload.further_kinds if kind is not OpKind.RECOMPUTATION)
-    workload = replace(schedule.workload, further_kinds=kinds)
+    workload = schedule.workload.recomputing(recomputes=False)
     return replace(schedule, workload=workload, orders=tuple(map(tuple, orders)), steady=steady, pairs=())
 
 

@@ -111,6 +111,11 @@ class Workload:
         """True if an op of its own computes a stage again before each backward."""
         return OpKind.RECOMPUTATION in self.further_kinds
 
+    def recomputing(self, *, recomputes: bool) -> Workload:
+        """Return the workload with recomputations, or without."""
+        kinds = tuple(kind for kind in self.further_kinds if kind is not OpKind.RECOMPUTATION)
+        return replace(self, further_kinds=(*kinds, OpKind.RECOMPUTATION) if recomputes else kinds)
+
     @property
     def total_micro_batches(self) -> int:
         """Micro-batches of all periods together."""

@@ -64,7 +64,7 @@ def problem_of(
         raise ConfigError(f"objective={str(objective)!r}: legal: {', '.join(Objective)}") from None
     _refuse(workload)
     if costs.recomputes_ahead and not workload.recomputes:
-        workload = replace(workload, further_kinds=(*workload.further_kinds, OpKind.RECOMPUTATION))
+        workload = workload.recomputing(recomputes=True)
     letters, links = _letters(workload, costs)
     stores = []
     if peak is not None:

@@ -282,7 +282,7 @@ def end_fsdp_backward(module: Any) -> None:
         state._root_post_backward_final_callback()  # noqa: SLF001
 
 
-def hook_tables(parameter: nn.Parameter) -> tuple[dict[int, Any], dict[int, Any]]:
+def hook_tables(parameter: Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
     """Tables of a parameter's hooks: of its gradient, and after its accumulation.
 
     Without: hooks are called for each micro-batch.
@@ -298,7 +298,7 @@ def has_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks or after)  # noqa: SLF001
 
 
-def hooks_of(parameter: nn.Parameter) -> tuple[list[Any], list[Any]]:
+def hooks_of(parameter: Tensor) -> tuple[list[Any], list[Any]]:
     """A parameter's hooks: of its gradient, and those after this was accumulated."""
     before, after = (list(hooks.values()) for hooks in hook_tables(parameter))
     return before, after

@@ -50,18 +50,20 @@ class DetachPoints:
 
     def before(self, layer: int, value: Any) -> Any:
         """Input of a layer in place of ``value``, the previous layer's output."""
+        detached_layers = self.split_planner.detached_layers
+        if detached_layers is not None and layer not in detached_layers:
+            return value
         with without_functions():  # a node that is read here is none that the user's code reads
-            return self._before(layer, value)
+            return self._note(layer, value) if detached_layers is None else self._detached(value)
 
-    def _before(self, layer: int, value: Any) -> Any:
-        if self.split_planner.detached_layers is None:
-            edges: list[GradientEdge] = []
-            mapped(lambda tensor: _with_edge(tensor, edges), value)
-            same = same_tensors(value)
-            self._seen[layer] = same, versions(same), tuple(edges)
-            return value
-        if layer not in self.split_planner.detached_layers:
-            return value
+    def _note(self, layer: int, value: Any) -> Any:
+        edges: list[GradientEdge] = []
+        mapped(lambda tensor: _with_edge(tensor, edges), value)
+        same = same_tensors(value)
+        self._seen[layer] = same, versions(same), tuple(edges)
+        return value
+
+    def _detached(self, value: Any) -> Any:
         ends: list[GradientEdge] = []
         leaves: list[Tensor] = []
 

@@ -92,10 +92,13 @@ class SplitBackwardPlanner(StageWrapper):
         self._partitions: dict[Shape, GraphPartition] = {}
         self.gathered: Callable[[], AbstractContextManager[None]] = nullcontext
         """Context of weight gradients, in which the weights are whole."""
-        self.by_autograd = False
-        """True if autograd makes all weight gradients: it has hooks that gather weights or are not known."""
-        self.defers_graphs = True
-        """True if compiled functions may defer gradients of weights."""
+        self.watches_hooks = True
+        """True if hooks that forwards register are intercepted, so that ``hooks`` knows of any."""
+
+    @property
+    def gathers(self) -> bool:
+        """True if hooks of modules gather weights as a backward of autograd passes them."""
+        return self.gathered is not nullcontext
 
     def run_whole(self, gathered: Callable[[], AbstractContextManager[None]]) -> None:
         """Have no detach points, for hooks of modules that gather weights as one backward passes them.
@@ -104,11 +107,11 @@ class SplitBackwardPlanner(StageWrapper):
             gathered: context in which the weights are whole.
         """
         self.join_layers()
-        self.gathered, self.defers_graphs = gathered, False
+        self.gathered = gathered
 
     def join_layers(self) -> None:
         """Have no detach points, for layers that are compiled as one function."""
-        self.detached_layers, self.by_autograd = frozenset(), True
+        self.detached_layers = frozenset()
 
     @contextmanager
     def detaching(self) -> Iterator[DetachPoints]:
@@ -284,7 +287,7 @@ class SplitBackward:
         if plan is None or plan.edges is not edges:
             plan = self._plan(edges, inputs, detach_points)
         _, nodes, partition, weights, places = plan
-        compiled = [nodes[n] for n in partition.compiled] if self.split_planner.defers_graphs else ()
+        compiled = () if self.split_planner.gathers else [nodes[n] for n in partition.compiled]
         deferral = deferring(compiled, self._pending) if compiled else _NOTHING
         if not partition.boundaries:
             with deferral:
@@ -333,7 +336,8 @@ class SplitBackward:
         nodes: Sequence[Node],
         reached: Sequence[tuple[GradientEdge, Tensor | None]],
     ) -> None:
-        at, runs_nodes = 0, self.split_planner.hooks.has_hooks or self.split_planner.by_autograd
+        at, split_planner = 0, self.split_planner
+        plain = split_planner.watches_hooks and not (split_planner.hooks.has_hooks or split_planner.gathers)
         for boundary in partition.boundaries:
             of_boundary = reached[at : at + len(boundary.outputs)]
             at += len(of_boundary)
@@ -341,7 +345,7 @@ class SplitBackward:
             if known:
                 leaves = [variable(nodes[n]) for n in boundary.weights]
                 edges, gradients = [place for place, _ in known], [gradient for _, gradient in known]
-                kind = PendingWeightGradients if runs_nodes or not boundary.is_product else PendingProduct
+                kind = PendingProduct if plain and boundary.is_product else PendingWeightGradients
                 self._pending.append(kind(edges, gradients, leaves))
 
 

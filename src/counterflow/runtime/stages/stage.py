@@ -306,7 +306,7 @@ class LocalStage:
         self._compiled = Compiled(self.stage, backend)
         if self._compiled.splits:
             self.split_planner.join_layers()
-        self.split_planner.by_autograd = True
+        self.split_planner.watches_hooks = False
         self._compose()
 
     def compiled_layers(self) -> tuple[CompiledLayers, ...]:

@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge
 from typing_extensions import override
 
 from counterflow.common.tensors.graphs import product_rows
-from counterflow.common.tensors.torch_private import has_hooks, run_backward
+from counterflow.common.tensors.torch_private import has_hooks, hooks_of, run_backward
 
 _PLAIN = frozenset((Tensor, nn.Parameter))
 
@@ -140,6 +140,5 @@ def add_gradient(weight: Tensor, gradient: Tensor | None) -> None:
         weight.grad = gradient.to(weight.grad_dtype or gradient.dtype, copy=True)
     else:
         weight.grad.add_(gradient)
-    hooks = getattr(weight, "_post_accumulate_grad_hooks", None)
-    for hook in list((hooks or {}).values()):
+    for hook in hooks_of(weight)[1]:
         hook(weight)
