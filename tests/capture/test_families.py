@@ -12,6 +12,11 @@ import transformers
 from torch import Tensor, nn
 
 import counterflow as cf
+from counterflow.models import hf
+from counterflow.runtime.stages.carrying import add_carries
+
+from ..models.hf import tiny
+from .sequences import compare, in_slices
 
 Made = tuple[nn.Module, Callable[[int, int], Any]]
 
@@ -159,3 +164,54 @@ def test_an_encoder_and_a_decoder_train_in_stages() -> None:
         optimizer.step()
         expected.append(expected_loss.item())
     assert cf.launch(work, workers=2, transport="local")[0] == pytest.approx(expected, rel=1e-5)
+
+
+def numbered(samples: int, length: int) -> dict[str, Tensor]:
+    """With two documents in each sample."""
+    positions = torch.arange(length).repeat(samples, 1)
+    for row in range(samples):
+        positions[row, 3 + row :] -= 3 + row
+    return {"input_ids": ids(samples, length), "position_ids": positions}
+
+
+DECODERS: dict[str, Callable[[int, int], Any]] = {
+    "llama": text,
+    "mistral": numbered,  # with a window of less than the sequence
+    "gpt2": numbered,
+    "gpt-neox": ids,
+    "opt": text,
+    "gemma3": text,
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.filterwarnings("ignore")
+def test_decoders_on_slices_are_the_model(name: str) -> None:
+    model, inputs = tiny.made(name).double(), DECODERS[name](3, 9)
+    layers = cf.layers(model, inputs)
+    add_carries(layers)
+    named = inputs if isinstance(inputs, dict) else {"input_ids": inputs}
+    outputs = in_slices(layers, inputs, [4, 3, 1, 1])
+    logits = torch.cat([output.logits for output in outputs], 1)
+    tolerance = 1e-5 if name == "gemma3" else 1e-10  # its norms compute in float32
+    compare(model, model(**named, use_cache=False).logits, logits, tolerance=tolerance)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tokens_of_decoders_are_those_of_their_own_generate() -> None:
+    prompt = ids(3, 6)
+    for name, example in (("llama", {"input_ids": ids(2, 9)}), ("mistral", text(2, 9))):
+        model = tiny.made(name).eval()
+        options = {"max_new_tokens": 5, "do_sample": False, "use_cache": False, "eos_token_id": None}
+        expected = model.generate(prompt, **options)
+        model.train()
+
+        def work(model: nn.Module = model, example: Any = example) -> Tensor:
+            schedule = cf.schemes.dapple(2, 2)
+            with cf.Pipeline(
+                model, hf.loss, schedule, optimizer=torch.optim.SGD, example=example
+            ) as pipeline:
+                return pipeline.generate(prompt, tokens=5)
+
+        for tokens in cf.launch(work, workers=2, transport="local"):
+            assert tokens.tolist() == expected.tolist(), name

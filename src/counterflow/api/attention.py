@@ -89,6 +89,36 @@ def _attend(carry: Carry, queries: Tensor, keys: Tensor, values: Tensor, options
     return _attend_parts(queries, parts, options)
 
 
+def extended_keys(carry: Carry, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of earlier slices and of this one, concatenated; the carry passes them on.
+
+    Args:
+        carry: carry of the layer.
+        keys: [samples, key heads, positions, width].
+        values: [samples, key heads, positions, width].
+    """
+    heads = keys.shape[1]
+    parts = (*(_with_heads(part, heads) for part in carry.take(())), SavedKeys(keys, values))
+    if len(parts) == 1:
+        carry.leave(parts)
+        return keys, values
+    all_keys = _joined(parts)
+    carry.leave((all_keys,) if carry.joins else parts)
+    return all_keys.key, all_keys.value
+
+
+def _with_heads(part: SavedKeys, heads: int) -> SavedKeys:
+    """Keys of a number of heads: layers may repeat each for a group of queries, and not for one token."""
+    if part.key.shape[1] > heads:
+        group = part.key.shape[1] // heads
+        return part._replace(key=part.key[:, ::group], value=part.value[:, ::group])
+    if part.key.shape[1] < heads:
+        times = heads // part.key.shape[1]
+        key, value = (tensor.repeat_interleave(times, 1) for tensor in part[:2])
+        return part._replace(key=key, value=value)
+    return part
+
+
 def _attend_in_shares(
     carry: Carry, queries: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions
 ) -> Tensor:

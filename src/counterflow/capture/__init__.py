@@ -19,6 +19,9 @@ and of what these reach, globals, closures, modes, hooks, autocast (``guards``, 
 ``Recording`` compares it before each step, and records the model again if it has changed (``recording``),
 with the same cuts (``recutting``). Effects of opened forwards beyond their result are refused (``effects``).
 
+On slices of a sequence, and token after token, layers carry keys and values, and compute masks and positions
+of all tokens so far (``sequence_steps``, ``sequence_run``).
+
 Invariant: layers run the user's own modules, parameters and buffers, in their current modes and contexts. A
 forward that decides by values of tensors, or changes an attribute of an atom for a call, is refused, with the
 line that does; so is a mini-batch whose sizes differ from the example's where these are not free. The user's

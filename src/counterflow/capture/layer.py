@@ -7,81 +7,25 @@ between forwards.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from counterflow.api.carry import Carry
 from counterflow.common.probe_flag import PROBING
 from counterflow.errors import ConfigError
 
 from .example_call import Call, Example
-from .placeholders import Around, Member, OfDtype, Ref, Size, Template
+from .layer_parts import CapturedInput, LayerSteps, held_names
+from .placeholders import Around, Member, Ref
 from .record import RecordedCall
+from .sequence_run import run_sequence, run_step
 
 _NO_FORWARD = nn.Module.forward, nn.Sequential.forward
 """Forwards of modules that only contain others."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Origins of a layer's free sizes.
-
-    Attributes:
-        sources: by group, an input tensor and the dimension with this size.
-        numbers: sizes that are passed as numbers, after the tensors.
-    """
-
-    sources: Mapping[int, tuple[Ref, int]]
-    numbers: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CapturedInput:
-    """Input of a first layer, and the example for which the model was captured.
-
-    Attributes:
-        example: the example.
-        inputs: by leaf that is a tensor, its reference.
-    """
-
-    example: Example
-    inputs: Mapping[int, Ref]
-
-
-@dataclass(frozen=True, slots=True)
-class LayerSteps:
-    """A layer's steps in one mode.
-
-    Attributes:
-        takes: input tensors; none for a first layer.
-        sizes: free sizes.
-        steps: steps of the layer.
-        frees: by step, tensors that no later step takes.
-        gives: output tensors, then numbers; None: ``output``.
-        output: output of the last layer.
-        dtype_of: source of the weights' dtype: the name of a parameter, or an input tensor.
-        entry: input of a first layer.
-        used: names of the keyword arguments from which the model's output is computed.
-    """
-
-    takes: tuple[Ref, ...]
-    sizes: Sizes
-    steps: tuple[RecordedCall, ...]
-    frees: tuple[tuple[Ref, ...], ...]
-    gives: tuple[Ref, ...]
-    numbers: tuple[int, ...]
-    output: Template | None
-    dtype_of: str | Ref | None
-    entry: CapturedInput | None
-    used: frozenset[str]
-
-    def __deepcopy__(self, memo: object) -> Self:
-        """Itself: it is immutable, and copies of a layer share it."""
-        return self
 
 
 class ModelRecords(Protocol):
@@ -149,6 +93,8 @@ class CapturedLayer(nn.Module):
         self.follows = False
         """Whether a pipeline lets the layer follow its model: the model's modes then are in the record."""
         self._number, self._parts = number, parts
+        self.carries: nn.ModuleList | None = None
+        """Carries of positions and of each call of attention; None: layers run on whole sequences only."""
         model = recording.model
         assert model is not None
         self._local: dict[str, str] = {}
@@ -277,6 +223,10 @@ class CapturedLayer(nn.Module):
             slot: its use: 0 for training, 1 for evaluation.
         """
         part = variant.parts[self._number]
+        if self.carries is not None and len(self.carries) != self._states_of(part):
+            raise ConfigError(
+                f"{self.title} now calls attention otherwise than before; make another pipeline"
+            )
         self._parts = (part, self._parts[1]) if slot == 0 else (self._parts[0], part)
         device = self._device({})
         for step in part.steps:
@@ -301,11 +251,50 @@ class CapturedLayer(nn.Module):
         """Place of the layer in the model."""
         return self.title
 
+    def add_carries(self) -> None:
+        """Add the carries of the layer's state between slices of a sequence, or its tokens.
+
+        Raises:
+            ConfigError: the layer has a state that is not known.
+        """
+        if self.carries is not None:
+            return
+        counts = set(map(self._states_of, self._parts))
+        if len(counts) > 1:
+            raise ConfigError(
+                f"{self.title} calls attention more often in training than in evaluation, so its state "
+                "between slices of a sequence is not known; train whole sequences"
+            )
+        self.carries = nn.ModuleList(Carry() for _ in range(counts.pop()))
+
+    def _states_of(self, part: LayerSteps) -> int:
+        if isinstance(part.sequence, str):
+            raise ConfigError(
+                "captured layers cannot run on slices of a sequence, or token after token: "
+                f"{part.sequence}; train whole sequences, or list layers that hold a cf.Carry"
+            )
+        return part.sequence.states
+
+    @property
+    def _on_slices(self) -> bool:
+        carries: Any = self.carries
+        return carries is not None and carries[0].expects_slices
+
     def forward(self, value: Any = None, **kwargs: Any) -> Any:
         """Output of the steps for the output of the previous layer."""
+        if self._on_slices:
+            carries: Any = self.carries
+            return carries[0]._uncompiled(self._run, value, kwargs, carries)  # noqa: SLF001
+        return self._run(value, kwargs, None)
+
+    def _run(self, value: Any, kwargs: Mapping[str, Any], carries: Sequence[Carry] | None) -> Any:
         part = self._part
+        sequence = part.sequence if carries is not None else None
+        if sequence is not None:
+            assert not isinstance(sequence, str)
+            part = sequence.part
         if part.entry is not None:
-            values = _entered(part.entry, value, kwargs)
+            values = _entered(part.entry, value, kwargs, by_token=sequence is not None)
         else:
             values = dict(zip(part.takes, (value,) if isinstance(value, Tensor) else value, strict=False))
         sizes = {group: values[ref].shape[dim] for group, (ref, dim) in part.sizes.sources.items()}
@@ -313,25 +302,14 @@ class CapturedLayer(nn.Module):
             sizes |= dict(zip(part.sizes.numbers, value[len(part.takes) :], strict=True))
         tensors = {name: getattr(self, local) for name, local in self._local.items()}
         around = Around(values, tensors, sizes, self._dtype(part, values, tensors), self._device(values))
-        for step, frees in zip(part.steps, part.frees, strict=True):
-            args, named = step.takes.filled(around)
-            call = step.function if step.module is None else tensors[step.module]
-            assert call is not None
-            if step.within is None:
-                result = call(*args, **named)
-            else:
-                with step.within.replayed(around.device):
-                    result = call(*args, **named)
-            leaves = [result] if isinstance(result, Tensor) else pytree.tree_leaves(result)
-            if len(leaves) != step.leaves:
-                raise ConfigError(
-                    f"{step.module or call} returns {len(leaves)} values, but returned {step.leaves} for the "
-                    "example that the layers were found with; find them with an example of this kind"
-                )
-            for index, ref in step.gives:
-                values[ref] = leaves[index]
-            for ref in frees:
-                values.pop(ref, None)
+        if sequence is not None:
+            assert carries is not None
+            run_sequence(sequence, around, carries)
+        else:
+            for step, frees in zip(part.steps, part.frees, strict=True):
+                run_step(step, around)
+                for ref in frees:
+                    values.pop(ref, None)
         if part.output is not None:
             return part.output.filled(around)
         if len(part.gives) == 1 and not part.numbers:
@@ -358,9 +336,13 @@ class CapturedLayer(nn.Module):
         )
 
 
-def _entered(entry: CapturedInput, inputs: Any, kwargs: Mapping[str, Any]) -> dict[Ref, Tensor]:
+def _entered(
+    entry: CapturedInput, inputs: Any, kwargs: Mapping[str, Any], *, by_token: bool
+) -> dict[Ref, Tensor]:
     example = entry.example
     leaves, spec = pytree.tree_flatten(example.call.bound(inputs, kwargs))
+    if spec != example.spec and by_token and isinstance(inputs, Tensor) and not kwargs:
+        leaves, spec = _of_tokens(example, inputs), example.spec
     if spec != example.spec:
         raise ConfigError(
             f"the mini-batch has another structure ({_shown(leaves, spec)}) than the example that the "
@@ -394,6 +376,23 @@ def _entered(entry: CapturedInput, inputs: Any, kwargs: Mapping[str, Any]) -> di
     return values
 
 
+def _of_tokens(example: Example, tokens: Tensor) -> list[Any]:
+    """Leaves of a call with tokens alone, none of which is padding."""
+    _, named = pytree.tree_unflatten(list(range(len(example.leaves))), example.spec)
+    leaves = list(example.leaves)
+    masks = {named["attention_mask"]} if type(named.get("attention_mask")) is int else set()
+    ids = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and n not in masks]
+    if len(ids) != 1 or leaves[ids[0]].dtype != tokens.dtype:
+        raise ConfigError(
+            "the mini-batch is token ids alone, but the example that the layers were found with has further "
+            "tensors; find them with an example of token ids, and an attention_mask at most"
+        )
+    leaves[ids[0]] = tokens
+    for n in masks:
+        leaves[n] = torch.ones_like(tokens, dtype=leaves[n].dtype)
+    return leaves
+
+
 def _freely(tensor: Tensor, free: Mapping[int, int]) -> str:
     return (
         "(" + ", ".join(f"any {free[d]}" if d in free else str(n) for d, n in enumerate(tensor.shape)) + ")"
@@ -403,22 +402,3 @@ def _freely(tensor: Tensor, free: Mapping[int, int]) -> str:
 def _shown(leaves: Sequence[Any], spec: pytree.TreeSpec) -> str:
     args, kwargs = pytree.tree_unflatten([type(leaf).__name__ for leaf in leaves], spec)
     return ", ".join([*map(str, args), *(f"{name}={kind}" for name, kind in kwargs.items())])
-
-
-def held_names(part: LayerSteps) -> list[str]:
-    """Names of the parameters, buffers and constants that a part's steps take."""
-    templates = [step.takes for step in part.steps] + ([] if part.output is None else [part.output])
-    return list(dict.fromkeys(x.name for t in templates for x in t.leaves() if isinstance(x, Member)))
-
-
-def needs_dtype(steps: Sequence[RecordedCall], output: Template | None) -> bool:
-    """Check whether some steps use the dtype of the weights."""
-    templates = [step.takes for step in steps] + ([] if output is None else [output])
-    return any(isinstance(leaf, OfDtype) for template in templates for leaf in template.leaves())
-
-
-def groups_in(steps: Sequence[RecordedCall], output: Template | None) -> set[int]:
-    """Groups of free sizes that some steps use."""
-    templates = [step.takes for step in steps] + ([] if output is None else [output])
-    leaves = (leaf for template in templates for leaf in template.leaves() if isinstance(leaf, Size))
-    return {group for leaf in leaves for group in leaf.groups}

@@ -12,9 +12,10 @@ from torch.utils import _pytree as pytree
 
 from .cutting import Living
 from .example_call import Example
-from .layer import CapturedInput, LayerSteps, Sizes, groups_in, held_names, needs_dtype
+from .layer_parts import CapturedInput, LayerSteps, SequenceSteps, Sizes, groups_in, held_names, needs_dtype
 from .placeholders import Ref, Size
-from .record import Record, main_dtype
+from .record import Record, RecordedCall, main_dtype
+from .sequence_steps import sequence_rows
 
 
 def parts_of(record: Record, example: Example, places: Sequence[int], model: nn.Module) -> list[LayerSteps]:
@@ -27,44 +28,93 @@ def parts_of(record: Record, example: Example, places: Sequence[int], model: nn.
         model: the user's model.
     """
     living = Living(record)
-    shapes = record.shapes
-    entry = CapturedInput(example, record.inputs)
-    at_entry = _of_example(example, record)
-    used = _used(example, record)
-    needed: list[set[int]] = [set() for _ in places]
-    for number in reversed(range(len(places) - 1)):
-        last = number == len(places) - 2
-        steps_here = record.steps[places[number] : places[number + 1]]
-        needed[number] = groups_in(steps_here, record.output if last else None) | needed[number + 1]
-    parts = []
-    for number, (begin, end) in enumerate(pairwise(places)):
-        first, last = not number, number == len(places) - 2
-        takes = () if first else living.across(begin)
-        gives = () if last else living.across(end)
-        steps = tuple(record.steps[begin:end])
-        output = record.output if last else None
-        tells = _telling(takes, shapes, needed[number])
-        sizes = Sizes(
-            at_entry if first else tells,
-            () if first else tuple(sorted(needed[number] - tells.keys())),
-        )
-        after = _telling(gives, shapes, needed[number + 1])
-        numbers = () if last else tuple(sorted(needed[number + 1] - after.keys()))
-        frees = tuple(
-            tuple(
-                ref
-                for ref in {*step.takes.refs, *(ref for _, ref in step.gives)}
-                if living.last.get(ref, -1) <= begin + k
+    takes: list[tuple[Ref, ...]] = [()]
+    steps, frees = [], []
+    for begin, end in pairwise(places):
+        steps.append(tuple(record.steps[begin:end]))
+        frees.append(tuple(_freed(step, living, begin + k) for k, step in enumerate(steps[-1])))
+        takes.append(living.across(end))
+    takes[-1] = ()
+    maker = _PartMaker(record, example, model)
+    parts = maker.parts(takes, steps, frees, steps)
+    rows = sequence_rows(record, example, places)
+    if isinstance(rows, str):
+        return [replace(part, sequence=rows) for part in parts]
+    sliced = maker.parts(
+        [*(row.takes for row in rows), ()],
+        [row.steps for row in rows],
+        [row.frees for row in rows],
+        [(*row.context, *row.steps) for row in rows],
+        length=rows[0].length,
+    )
+    return [
+        replace(part, sequence=SequenceSteps(of_slice, *row[4:]))
+        for part, of_slice, row in zip(parts, sliced, rows, strict=True)
+    ]
+
+
+def _freed(step: RecordedCall, living: Living, number: int) -> tuple[Ref, ...]:
+    refs = {*step.takes.refs, *(ref for _, ref in step.gives)}
+    return tuple(ref for ref in refs if living.last.get(ref, -1) <= number)
+
+
+class _PartMaker:
+    def __init__(self, record: Record, example: Example, model: nn.Module) -> None:
+        self._record, self._model = record, model
+        self._entry = CapturedInput(example, record.inputs)
+        self._used = _used(example, record)
+        self._at_entry = _of_example(example, record)
+
+    def parts(
+        self,
+        takes: Sequence[tuple[Ref, ...]],
+        steps: Sequence[tuple[RecordedCall, ...]],
+        frees: Sequence[tuple[tuple[Ref, ...], ...]],
+        all_steps: Sequence[tuple[RecordedCall, ...]],
+        *,
+        length: int | None = None,
+    ) -> list[LayerSteps]:
+        """Steps by layer.
+
+        Args:
+            takes: tensors that each layer takes, and none after the last one.
+            steps: steps of each layer.
+            frees: by layer and step, tensors that no later step takes.
+            all_steps: ``steps``, with further ones that a layer runs before.
+            length: group of a size that every layer needs; None: there is none.
+        """
+        shapes, output = self._record.shapes, self._record.output
+        count = len(steps)
+        always = set() if length is None else {length}
+        needed: list[set[int]] = [set() for _ in takes]
+        for number in reversed(range(count)):
+            here = groups_in(all_steps[number], output if number == count - 1 else None)
+            needed[number] = here | needed[number + 1] | always
+        parts = []
+        for number in range(count):
+            first, last = not number, number == count - 1
+            tells = _telling(takes[number], shapes, needed[number])
+            sizes = Sizes(
+                self._at_entry if first else tells,
+                () if first else tuple(sorted(needed[number] - tells.keys())),
             )
-            for k, step in enumerate(steps)
-        )
-        part = LayerSteps(
-            takes, sizes, steps, frees, gives, numbers, output, None, entry if first else None, used
-        )
-        if needs_dtype(steps, output):
-            part = replace(part, dtype_of=_dtype_of(part, record, model))
-        parts.append(part)
-    return parts
+            after = _telling(takes[number + 1], shapes, needed[number + 1])
+            part = LayerSteps(
+                () if first else takes[number],
+                sizes,
+                steps[number],
+                frees[number],
+                takes[number + 1],
+                () if last else tuple(sorted(needed[number + 1] - after.keys())),
+                output if last else None,
+                None,
+                self._entry if first else None,
+                self._used,
+            )
+            if needs_dtype(all_steps[number], part.output):
+                part = replace(part, dtype_of=_dtype_of(part, self._record, self._model))
+            parts.append(part)
+        return parts
 
 
 def _of_example(example: Example, record: Record) -> dict[int, tuple[Ref, int]]:

@@ -6,7 +6,7 @@ may share it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
@@ -89,7 +89,7 @@ class Around(NamedTuple):
         device: device of the layer.
     """
 
-    values: Mapping[Ref, Tensor]
+    values: MutableMapping[Ref, Tensor]
     members: Mapping[str, Tensor]
     sizes: Mapping[int, int]
     dtype: torch.dtype

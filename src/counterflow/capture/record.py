@@ -13,6 +13,37 @@ from torch.utils import _pytree as pytree
 from .contexts import Change
 from .placeholders import Ref, Template
 
+ATTENTION = "scaled_dot_product_attention"
+"""Name of torch's function of attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """A call of torch's ``scaled_dot_product_attention``.
+
+    Attributes:
+        causal: whether it says so itself.
+        masked: whether it takes a mask.
+    """
+
+    causal: bool
+    masked: bool
+
+    @classmethod
+    def of(  # noqa: PLR0917 - torch's own
+        cls,
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **_: Any,
+    ) -> AttentionCall:
+        """The call with these arguments."""
+        del query, key, value, dropout_p
+        return cls(bool(is_causal), attn_mask is not None)
+
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
@@ -26,6 +57,7 @@ class RecordedCall:
         gives: which of these are tensors, and their references.
         within: contexts in which it ran, where they differ from those around the forward.
         inside: path of the opened module whose forward made the call.
+        attentions: calls of attention that a called module makes.
     """
 
     module: str | None
@@ -35,6 +67,7 @@ class RecordedCall:
     gives: tuple[tuple[int, Ref], ...]
     within: Change | None
     inside: str
+    attentions: tuple[AttentionCall, ...] = ()
 
 
 @dataclass(slots=True)

@@ -40,7 +40,7 @@ from .fake_model import DEVICE, FakeModel, observed_objects, observing
 from .marks import following
 from .placeholders import Member, OfDevice, PlaceholderSlice, Ref, Template
 from .python_state import PythonState
-from .record import Record, RecordedCall
+from .record import ATTENTION, AttentionCall, Record, RecordedCall
 from .tracing_internals import (
     OF_TORCH,
     WEIGHT,
@@ -100,6 +100,7 @@ class Recorder(TorchFunctionMode):
         self._alive: list[Any] = []
         self._stack: list[str] = [""]
         self._atoms = 0  # nesting depth within an atom
+        self._attentions: list[AttentionCall] = []  # of the atom
         self._unit: dict[int, bool | None] = {}
         self._costs: list[str] = []
         self._graphs: dict[int, type] = {}
@@ -253,6 +254,7 @@ class Recorder(TorchFunctionMode):
         takes = self._template((args, kwargs))
         before = versions((args, kwargs))
         self._atoms += 1
+        self._attentions = []
         try:
             with self._costing(path):
                 result = cls.__call__(module, *args, **kwargs)
@@ -273,9 +275,11 @@ class Recorder(TorchFunctionMode):
         """A call of torch, which is ignored within an atom."""
         del types
         kwargs = dict(kwargs or {})
-        if self._atoms:
-            return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
+        if self._atoms:
+            if name == ATTENTION:
+                self._attentions.append(AttentionCall.of(*args, **kwargs))
+            return func(*args, **kwargs)
         if (known := self._of_draws(func, name, args)) is not None:
             return known
         if name in UNSEEN:
@@ -334,9 +338,10 @@ class Recorder(TorchFunctionMode):
                 self._know(leaf, ref)
                 if leaf.grad_fn is not None:
                     self._graphs[id(leaf)] = type(leaf.grad_fn)
-        within = self._around.change_to(Context.current())
+        within, inside = self._around.change_to(Context.current()), self._stack[-1]
+        calls = () if module is None else tuple(self._attentions)
         self._record.steps.append(
-            RecordedCall(module, function, takes, len(leaves), tuple(gives), within, self._stack[-1])
+            RecordedCall(module, function, takes, len(leaves), tuple(gives), within, inside, calls)
         )
         if changed:
             self._record.changes[number] = {memory_of(tensor) for tensor in changed}

@@ -126,7 +126,7 @@ class _Fit:
 
     def _step(self, steps: Sequence[RecordedCall]) -> RecordedCall:
         first = steps[0]
-        kinds = {(s.leaves, s.gives, s.within) for s in steps}
+        kinds = {(s.leaves, s.gives, s.within, s.attentions) for s in steps}
         if len(kinds) > 1:
             raise Varies("it takes other steps")
         return replace(first, takes=self.template([step.takes for step in steps]))

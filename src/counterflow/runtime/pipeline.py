@@ -408,8 +408,8 @@ class Pipeline(PipelineStates, PipelineProperties):
         """Add tokens to prompts, each chosen of the logits after all before it; for a look at samples.
 
         The prompt runs once, and then each token alone: layers that look at earlier positions hold a
-        ``cf.Carry``, as the built-in GPT's and those of ``hf.layers`` do, and keep their keys and values. No
-        gradients, evaluation mode. Flushes first what is in flight; all workers call it.
+        ``cf.Carry``, as the built-in GPT's, those of ``hf.layers`` and captured ones do, and keep their keys
+        and values. No gradients, evaluation mode. Flushes first what is in flight; all workers call it.
 
         Args:
             prompt: [samples, positions], int64, as the model's input; read on workers with the first stage.

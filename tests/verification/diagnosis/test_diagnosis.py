@@ -233,6 +233,15 @@ def test_layers_on_slices(caplog: pytest.LogCaptureFixture) -> None:
     assert "could not verify that layer 0 (Sums), and what comes after it" in caplog.text
 
 
+def test_values_of_a_sequence_that_no_positions_divide_are_not_compared(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Beside others, whose gradients are: their graph is freed once."""
+    flat: Any = lambda value, _: ((value.exp(), value.exp().flatten(0, 1)), {})  # noqa: E731
+    SlicedStage(flat).diagnose()
+    assert "could not verify that layer 0 (Sums) computes the same from slices" in caplog.text
+
+
 def test_layers_on_shares(caplog: pytest.LogCaptureFixture) -> None:
     """A layer that treats each position for itself makes of halves of a share what it makes of the share."""
 

@@ -23,6 +23,7 @@ from ..mini_batch.loss_output import LossFunction
 from ..parameters.extra_state import ExtraState
 from ..parameters.names import Names
 from ..parameters.shared_buffers import SharedBuffer, shared_buffers
+from ..stages.carrying import add_carries
 from ..stages.materialization import have_statistics
 from ..stages.named_layer import NamedLayer, loss_layer, place_of
 from ..stages.sharing.watch import SharedObjects, shared_objects
@@ -125,6 +126,8 @@ def partition_model(
         cuts_of_stages = balance(estimated_costs(modules) if costs is None else list(costs), stages)
     edges = (0, *cuts_of_stages, len(modules))
     layers = tuple(tuple(all_layers[edges[stage] : edges[stage + 1]]) for stage in range(stages))
+    if schedule.workload.slices > 1:
+        add_carries(modules)
     skips = stage_skips(modules, edges, sliced=schedule.workload.slices > 1)
     schedule = schedule.with_skips(links_of(skips))
     program = Program(schedule, ())

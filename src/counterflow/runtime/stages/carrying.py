@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from counterflow.api.carry import NOTHING, Carry
+from counterflow.capture.layer import CapturedLayer
 from counterflow.errors import ConfigError
 
 from .named_layer import NamedLayer, place_of
@@ -17,6 +18,17 @@ from .named_layer import NamedLayer, place_of
 def carries_in(layer: nn.Module) -> list[Carry]:
     """A layer's carried states, each once, in the order of its modules."""
     return [module for module in layer.modules() if isinstance(module, Carry)]
+
+
+def add_carries(layers: Iterable[nn.Module]) -> None:
+    """Let captured layers carry states between slices or tokens; other layers have their own carries.
+
+    Raises:
+        ConfigError: the state of a layer is not known.
+    """
+    for layer in (module for root in layers for module in root.modules()):
+        if isinstance(layer, CapturedLayer):
+            layer.add_carries()
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from typing_extensions import override
 from counterflow.api.carry import NOTHING, Carry
 
 from ..messages.values import Value
-from .carrying import carries_in, carrying
+from .carrying import add_carries, carries_in, carrying
 from .named_layer import NamedLayer
 from .sample_rows import SampleRows
 from .stage_wrappers import Run, StageWrapper
@@ -31,6 +31,8 @@ class GenerationCache(StageWrapper):
     """
 
     def __init__(self, layers: Iterable[NamedLayer]) -> None:
+        layers = list(layers)
+        add_carries(layer.module for layer in layers)
         self._carries: dict[int, list[Carry]] = {layer.index: carries_in(layer.module) for layer in layers}
         self._states: dict[tuple[int, int], list[Any]] = {}
         self.paused = False
