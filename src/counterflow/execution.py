@@ -109,6 +109,15 @@ class Execution(Options):
     backend is neither ``inductor`` nor ``aot_eager``. ``Pipeline.compiled`` says what became of each stage.
     """
 
+    capture: bool = option(False, "true or false", may_differ=True)
+    """Whether forwards and backwards of stages are captured as CUDA graphs, and replayed in later steps.
+
+    Each unit in flight has graphs and memory of its own. Evaluation, generation, losses and optimisers run
+    plainly. A stage that cannot be captured runs plainly, and ``Pipeline.captured`` says why: its backward is
+    split, it is recomputed, sharded or in slices, has skips, several versions of weights, losses of layers or
+    hooks, or its layers read tensors or change values in Python. Without ``compile``.
+    """
+
     autocast: LowPrecision = option(None, "bfloat16 or float16, in quotes")
     """Compute layers in this type; default: the type of the weights.
 
@@ -371,6 +380,7 @@ class Flat(TypedDict, total=False):
     gradient_compression: Literal["bfloat16", "int8"] | None
     overlap_experts: bool
     compile: bool | str
+    capture: bool
     autocast: Any
     compute_dtype: Any
     loss_scale: float | None

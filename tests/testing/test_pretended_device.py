@@ -393,3 +393,116 @@ def test_a_thread_without_a_device_can_be_profiled() -> None:
     with torch.profiler.profile() as found:
         torch.ones(3)
     assert found.events() is not None
+
+
+# -- graphs
+
+
+def captured(device: Device, run: Callable[[], _T], pool: Any = None) -> tuple[Any, _T]:
+    module: Any = torch.get_device_module(device.handle)
+    graph = module.CUDAGraph()
+    with module.graph(graph, pool=pool):
+        result = run()
+    return graph, result
+
+
+def test_a_replay_computes_from_and_to_fixed_addresses() -> None:
+    def program(device: Device) -> None:
+        x = torch.ones(3, device=device.handle)
+        total = torch.zeros(3, device=device.handle)
+        calls = []
+
+        def run() -> Tensor:
+            calls.append(1)
+            total.add_(x)
+            return (x * 2).exp()
+
+        graph, result = captured(device, run)
+        assert total.tolist() == [0, 0, 0]  # a capture computes nothing
+        assert result.isnan().all()
+        for number in range(1, 4):
+            x.fill_(number)
+            graph.replay()
+            torch.testing.assert_close(result, torch.full_like(x, 2 * number).exp())
+        assert total.tolist() == [6, 6, 6]
+        assert calls == [1]
+
+    on_device(program)
+
+
+def test_a_replay_has_the_gradients_of_new_values() -> None:
+    def program(device: Device) -> None:
+        layer = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(device.handle)
+        x, above = torch.ones(2, 3, device=device.handle), torch.ones(2, 2, device=device.handle)
+        pool: Any = torch.get_device_module(device.handle)
+        pool = pool.graph_pool_handle()
+        forward, output = captured(device, lambda: layer(x), pool)
+        forward.replay()
+        weights = [*layer.parameters()]
+        backward, gradients = captured(
+            device, lambda: torch.autograd.grad(output, weights, above, retain_graph=True), pool
+        )
+        for number in range(3):
+            x.copy_(torch.full_like(x, number / 2))
+            forward.replay()
+            backward.replay()
+            expected = torch.autograd.grad(layer(x), weights, above)
+            torch.testing.assert_close(gradients, expected)
+
+    on_device(program)
+
+
+def test_a_replay_overwrites_memory_of_its_pool_that_was_free() -> None:
+    def program(device: Device) -> None:
+        x = torch.ones(3, device=device.handle)
+        pool: Any = torch.get_device_module(device.handle)
+        pool = pool.graph_pool_handle()
+        first, x1 = captured(device, lambda: x + 1, pool)
+        second, x2 = captured(device, lambda: x + 2, pool)
+        separate, x3 = captured(device, lambda: x + 3)
+        for graph in (separate, first, second):
+            graph.replay()
+        assert [x1.tolist(), x2.tolist(), x3.tolist()] == [[2] * 3, [3] * 3, [4] * 3]
+        first.replay()  # the second one's memory may be what the first one had freed
+        assert x2.isnan().all()
+        assert x3.tolist() == [4, 4, 4]
+
+    on_device(program)
+
+
+def test_a_replay_reads_anything_from_memory_that_was_freed() -> None:
+    def program(device: Device) -> None:
+        weight = nn.Parameter(torch.ones(3, device=device.handle))
+        graph, result = captured(device, lambda: weight.detach() * 2)
+        graph.replay()
+        assert result.tolist() == [2, 2, 2]
+        weight.data = torch.ones(3, device=device.handle)
+        graph.replay()
+        assert result.isnan().all()
+
+    on_device(program)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.tolist(),
+        lambda x: x.cpu(),
+        lambda x: x[x > 0],
+        lambda x: torch.ones(3).to(x.device),
+        lambda x: torch.get_device_module(x.device).synchronize(),
+        lambda x: torch.get_device_module(x.device).Event().query(),
+        lambda x: (torch.manual_seed(1), x.bernoulli(0.5)),
+    ],
+)
+def test_a_capture_refuses_what_waits_for_the_device(run: Callable[[Tensor], object]) -> None:
+    def program(device: Device) -> None:
+        x = torch.ones(3, device=device.handle)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            with pytest.raises(RuntimeError, match=r"stream (is capturing|capture)"):
+                captured(device, lambda: run(x))
+        assert (x + 1).tolist() == [2, 2, 2]  # the device goes on
+
+    on_device(program)

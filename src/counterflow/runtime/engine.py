@@ -136,6 +136,7 @@ def build_engine(arguments: PipelineArguments, transport: Transport, owner: Tran
         loss_scale=LossScale.of(execution),
     )
     local.compile(execution.compile, streams)
+    local.capture(execution)
     compression = Compression(transport.device) if execution.compress else None
     runner, evaluation = runners_of(
         model, local, execution, workers=workers, weights=weights, compression=compression

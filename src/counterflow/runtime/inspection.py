@@ -11,6 +11,7 @@ from counterflow.schedule.ir import Op
 from .call_guard import CallGuard
 from .execution.interpreter import Interpreter, timelines
 from .mini_batch.step_report import CallKind
+from .stages.captures import CapturedStage
 from .stages.compiled import CompiledLayers
 from .stages.stage import LocalStage
 from .transport.base import Transport
@@ -47,6 +48,7 @@ class Inspection:
         self._interpreter, self._ranks, self._transport = interpreter, ranks, transport
         self._perhaps_unsplit = set(split)
         self._perhaps_compiled = set(self.compiled)
+        self._perhaps_captured = set(self.captured)
 
     @contextmanager
     def traced(self) -> Iterator[Callable[[], Timelines]]:
@@ -71,12 +73,20 @@ class Inspection:
         layers = {stage: local_stage.compiled_layers() for stage, local_stage in self._stages.items()}
         return {stage: compiled for stage, compiled in layers.items() if compiled}
 
+    @property
+    def captured(self) -> dict[int, CapturedStage]:
+        """Captures by stage."""
+        pairs = [(number, stage.captures) for number, stage in self._stages.items()]
+        return {number: captures.report() for number, captures in pairs if captures is not None}
+
     def log(self) -> None:
-        """Log what a step has shown of stages: that they cannot be split, how they are compiled."""
+        """Log what a step has shown of stages: that they cannot be split, how they are compiled, captured."""
         if self._perhaps_unsplit:
             self._log_unsplit()
         if self._perhaps_compiled:
             self._log_compiled()
+        if self._perhaps_captured:
+            self._log_captured()
 
     def _log_unsplit(self) -> None:
         known = {s for s in self._perhaps_unsplit if self._stages[s].split_planner.is_split is not None}
@@ -95,3 +105,9 @@ class Inspection:
         for stage in sorted(known):
             text = ", ".join(map(str, self.compiled[stage]))
             _LOG.info("stage %d is compiled: %s", stage, text)
+
+    def _log_captured(self) -> None:
+        for stage, report in self.captured.items():
+            if stage in self._perhaps_captured and (report.units or report.reason is not None):
+                self._perhaps_captured.remove(stage)
+                _LOG.info("stage %d %s", stage, report)

@@ -15,6 +15,7 @@ from counterflow.schedule.ir import Schedule
 from .engine import Engine
 from .inspection import Timelines
 from .mesh.weight_table import WeightTable, weight_table
+from .stages.captures import CapturedStage
 from .stages.compiled import CompiledLayers
 from .stages.stage import LocalStage
 from .transport.base import Transport
@@ -141,6 +142,14 @@ class PipelineProperties:
         backward is split. ``graphs`` is 1 where torch's compiler breaks nothing. Known after the first step.
         """
         return self._engine.inspection.compiled
+
+    @property
+    def captured(self) -> dict[int, CapturedStage]:
+        """Report on the CUDA graphs of each stage of this worker; empty without ``capture``.
+
+        A stage is captured after its first plain steps. One that cannot be says why (``reason``).
+        """
+        return self._engine.inspection.captured
 
     @property
     def optimizers(self) -> Mapping[int, Optimizer]:

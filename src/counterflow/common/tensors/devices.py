@@ -8,6 +8,7 @@ has other work meanwhile.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,6 +30,16 @@ def used_on(tensor: Tensor, stream: Any) -> None:
         tensor.record_stream(stream)
     else:
         holds(tensor)
+
+
+def type_of(device: torch.device) -> Callable[[Tensor], str]:
+    """Return the function of a tensor to the type of its device, also for an operator's own tensors.
+
+    Args:
+        device: device of the computation.
+    """
+    pretended: Callable[[Tensor], str] | None = getattr(torch.get_device_module(device), "type_of", None)
+    return pretended or (lambda tensor: tensor.device.type)
 
 
 def autocast_type(device: torch.device) -> str:

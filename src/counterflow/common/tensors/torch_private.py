@@ -393,6 +393,11 @@ def hooks_of_module(module: nn.Module) -> list[Any]:
     return [hook for hooks in kinds for hook in hooks.values()]
 
 
+def has_global_hooks() -> bool:
+    """True if hooks of all modules are registered. Without: none is known, so none is refused."""
+    return bool(nn.modules.module._has_any_global_hook())  # noqa: SLF001
+
+
 def spread(tree: Any, spec: pytree.TreeSpec) -> list[Any] | None:
     """A tree's leaves for all leaves of another one, as torch.vmap spreads ``in_dims``; None: no fit."""
     return pytree._broadcast_to_and_flatten(tree, spec)  # noqa: SLF001

@@ -35,6 +35,7 @@ from ..mini_batch.loss_output import LossFunction
 from ..mini_batch.mean_losses import UNWATCHED, MeanLossDetector
 from ..parameters.names import named_buffers, named_parameters, shared_names
 from ..parameters.replica_digests import broadcast_initial_weights, refuse_other_seeds
+from ..stages.captures import Captures
 from ..stages.carrying import carries_in
 from ..stages.compiled import Backend
 from ..stages.deferred import defer
@@ -88,6 +89,23 @@ class LocalStages:
                 name = "inductor" if how is True else how
                 for number, stage in self.stages.items():
                     stage.compile(Backend(name, splits=number in self.split))
+
+    def capture(self, execution: Execution) -> None:
+        """Let the stages capture their passes, if the options ask for it.
+
+        Raises:
+            ConfigError: another option runs the stages in a way that cannot be captured.
+        """
+        if not execution.capture:
+            return
+        for conflict, reason in (
+            (execution.compile, "compile runs code that is no operator of torch; leave one of them out"),
+            (execution.overlap_experts, "overlap_experts interrupts a stage; leave one of them out"),
+        ):
+            if conflict:
+                raise ConfigError(f"capture: {reason}")
+        for stage in self.stages.values():
+            stage.captures = Captures(stage)
 
 
 def local_stages(

@@ -20,6 +20,7 @@ from ..messages.values import Value
 from ..mini_batch.mean_losses import UNWATCHED, MeanLossDetector
 from .aux_loss import AuxLossCollector, split_aux_losses
 from .buffers import Buffers
+from .captures import Captures
 from .compiled import Backend, Compiled, CompiledLayers, Drawing
 from .context_guard import ContextGuard
 from .deferred import SUMS, Deferred
@@ -108,16 +109,15 @@ class LocalStage:
         """Wrapper of layers that are given shares of sequences."""
         self.entry = InputGuard()
         self.buffers = Buffers(layer.module for layer in self.with_weights)
-        places = self.buffers.places
-        self.balances = [m for m, name in places if name == "bias" and isinstance(m, TokenBalance)]
+        self.balances = [m for m, n in self.buffers.places if n == "bias" and isinstance(m, TokenBalance)]
         """Biases of routers, which are moved after an update."""
         direct, first = streams.device.type == "cpu", self.layers[0].index
         self.split_planner = SplitBackwardPlanner(stage, self.constant, direct=direct, first=first)
-        """Planner of split backwards."""
         self.runs_empty = False
         """True if layers run without samples too, since they communicate with those at other positions."""
         self._splits = False
         self._compiled: Compiled | None = None
+        self.captures: Captures | None = None
         self._drawing = Drawing(streams, self._compose)
         self.aux_losses = AuxLossCollector()
         self.joins: bool | None = None if skips is None else False
@@ -153,7 +153,7 @@ class LocalStage:
         mappings = None if self.checked else MAPPINGS
         inner = [self.module, self.context_guard, precision, self.means]
         streams = self._drawing if compiles else self.streams
-        self.wrappers = _present(mappings, *inner, streams, self._skip_runner)
+        self.wrappers = _present(mappings, *inner, streams, self._skip_runner, self.captures)
         """Wrappers of the layers in all runs of a step."""
         self._evaluation_wrappers = _present(
             self.aux_losses, self._pass_by, *inner, self._skip_runner, self._generation_cache
@@ -342,6 +342,8 @@ class LocalStage:
             sliced: True if a unit is a slice of a sequence.
         """
         recomputed = self.recompute is Recompute.STAGE
+        if self.captures is not None and (make := self.captures.pass_maker(splits=splits, sliced=sliced)):
+            return make
         return pass_maker(self.graph_pass(splits=splits), sliced=sliced, recomputed=recomputed)
 
     def begin(self, rows: SampleRows, step: int, head: Head, meter: SavedBytes, make: PassMaker) -> StagePass:
@@ -445,5 +447,4 @@ def _present(*wrappers: StageWrapper | None) -> list[StageWrapper]:
 
 def _of_three(value: tuple[Callable[[Any, Any], Any], Any, Any], step: int, rows: SampleRows) -> Any:
     del step, rows
-    function, output, target = value
-    return function(output, target)
+    return value[0](*value[1:])

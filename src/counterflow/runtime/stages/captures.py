@@ -1,0 +1,446 @@
+"""Passes that replay CUDA graphs (``execution.capture``): which units do, which run plainly, and a report.
+
+A stage is captured for each shape of its input, after plain steps in which its layers kept all rules
+(``capture_rules.py``). Each unit in flight has graphs of its own (``stage_graphs.py``).
+
+Invariant: a stage that cannot be captured runs plainly, and its report says why. Graphs are forgotten if
+weights have other addresses than in the capture, or if Python values that the layers can read have changed;
+they are made again after further plain steps.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from typing_extensions import override
+
+from counterflow.capture.python_state import PythonState
+from counterflow.common.tensors.graphs import gradient_edge
+from counterflow.common.tensors.torch_private import without_modes
+from counterflow.common.trees import versions
+from counterflow.errors import ConfigError
+from counterflow.schedule.modes import Recompute
+
+from ..messages.values import Structure, Value, flatten_value, unflatten_value
+from .aux_loss import AuxLossCollector, WithAuxLosses
+from .capture_rules import OperatorRules, python_state, refuse_graph, refuse_modules, refuse_state
+from .deferred import Deferred
+from .interface import RunnableStage
+from .named_layer import NamedLayer
+from .passes import Head, PlainPass, StagePass
+from .sample_rows import SampleRows
+from .saved_bytes import SavedBytes
+from .stage_graphs import CapturedLayers, StageGraphs
+from .stage_wrappers import Run, StageWrapper
+from .versions import Versions
+from .weight_gradients import accumulate
+
+_PLAIN_STEPS = 2
+"""Plain steps before a shape is captured; the first of them may have begun before it was watched."""
+
+_MOST_SHAPES = 8
+"""Maximum number of shapes that are captured."""
+
+_MOST_CHANGES = 4
+"""Changes of what graphs depend on, with fewer than ``_WORTH`` steps of replays between them, after which the
+stage runs plainly."""
+
+_WORTH = 10
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedStage:
+    """Report on the graphs of one stage.
+
+    Attributes:
+        shapes: number of shapes of its input that are captured.
+        units: number of units in flight that have graphs.
+        replays: number of forwards that replayed graphs so far.
+        reason: reason why the stage runs plainly; None: it is captured, or will be.
+    """
+
+    shapes: int = 0
+    units: int = 0
+    replays: int = 0
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        """In words, as a log has it."""
+        if self.reason is not None:
+            return f"runs plainly: {self.reason}"
+        if not self.units:
+            return "is not captured yet"
+        return f"is captured: {self.shapes} shape{'s' * (self.shapes != 1)}, {self.units} in flight"
+
+
+class CapturableStage(RunnableStage, Protocol):
+    """A stage as its captures use it; ``LocalStage`` documents the members."""
+
+    versions: Versions | None
+    aux_losses: AuxLossCollector
+
+    @property
+    def means(self) -> StageWrapper:
+        """Wrapper of the layer that gives the loss."""
+
+    @property
+    def has_skips(self) -> bool:
+        """True if values go around the layers."""
+
+    @property
+    def deferred(self) -> list[Deferred]:
+        """Batch norms whose running statistics are updated when a mini-batch ends."""
+
+
+_Spec = tuple[torch.Size, tuple[int, ...], torch.dtype, bool]
+_Shape = tuple[Structure | None, tuple[_Spec, ...]]
+"""Structure of an input, and of each tensor its shape, strides, dtype and whether it requires a gradient."""
+
+
+@dataclass(slots=True)
+class _ShapeGraphs:
+    """Graphs for one shape: those in use, by the pass that uses them, and free ones."""
+
+    plain_steps: int = 0
+    last_step: int = -1
+    used: dict[StageGraphs, weakref.ref[object]] = field(default_factory=dict)
+    free: list[StageGraphs] = field(default_factory=list)
+
+    def take(self, user: object) -> StageGraphs | None:
+        """Free graphs, for a pass; None: a further unit is in flight."""
+        if not self.free:  # passes that were dropped without a backward
+            self.free = [graphs for graphs, user in self.used.items() if user() is None]
+        if not self.free:
+            return None
+        graphs = self.free.pop()
+        self.used[graphs] = weakref.ref(user)
+        return graphs
+
+
+class UnitRun:
+    """Run of the layers for one unit, whose backward begins at the gradients of the output's leaves.
+
+    Args:
+        leaves: tensors of the output, as leaves of what follows.
+    """
+
+    def __init__(self, leaves: Sequence[Tensor]) -> None:
+        self.leaves = leaves
+
+    def backward(self, gradients: Sequence[Tensor | None], *, direct: bool) -> None:
+        """Make the gradients of the inputs and weights.
+
+        Args:
+            gradients: gradients of the leaves.
+            direct: as of ``weight_gradients.accumulate``.
+        """
+        raise NotImplementedError
+
+
+class _CapturedRun(UnitRun):
+    def __init__(
+        self,
+        graphs: StageGraphs,
+        of_shape: _ShapeGraphs,
+        inputs: Sequence[Tensor],
+        leaves: Sequence[Tensor],
+    ) -> None:
+        super().__init__(leaves)
+        self._graphs, self._of_shape = graphs, of_shape
+        self._inputs = [tensor for tensor in inputs if tensor.requires_grad]
+
+    @override
+    def backward(self, gradients: Sequence[Tensor | None], *, direct: bool) -> None:
+        results = self._graphs.backward(gradients, direct=direct)
+        for leaf, gradient in zip(self._inputs, results, strict=True):
+            leaf.grad = gradient
+        if self._of_shape.used.pop(self._graphs, None) is not None:
+            self._of_shape.free.append(self._graphs)
+
+
+class _WatchedRun(UnitRun):
+    def __init__(self, captures: Captures, outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+        super().__init__(leaves)
+        self._captures, self._outputs = captures, outputs
+
+    @override
+    def backward(self, gradients: Sequence[Tensor | None], *, direct: bool) -> None:
+        pairs = zip(self._outputs, gradients, strict=True)
+        known = [(gradient_edge(output), g) for output, g in pairs if g is not None]
+        if known:
+            with self._captures.watched_backward():
+                accumulate([edge for edge, _ in known], [g for _, g in known], into=None, direct=direct)
+
+
+class CapturedPass(PlainPass):
+    """A unit whose layers run by graphs, if its stage is captured; otherwise a plain pass.
+
+    Autograd's graph of the pass has what follows the layers alone: the loss of the last stage. It ends at
+    copies of the layers' output, from whose gradients the layers' backward begins.
+
+    Attributes:
+        captures: captures of the stage.
+        unit: run of the layers, captured or watched; None: they run plainly.
+    """
+
+    __slots__ = ("__weakref__", "captures", "unit")
+
+    def __init__(
+        self,
+        stage: RunnableStage,
+        rows: SampleRows,
+        step: int,
+        head: Head,
+        meter: SavedBytes,
+        *,
+        captures: Captures,
+    ) -> None:
+        super().__init__(stage, rows, step, head, meter)
+        self.captures = captures
+        self.unit: UnitRun | None = None
+
+    @override
+    def run(self, value: Value) -> Any:
+        if not self.stage.checked or self.meter.counting:
+            return super().run(value)
+        output, self.unit = self.captures.forward(self, value, self.step, self.rows)
+        return output
+
+    @override
+    def _differentiate(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
+        super()._differentiate(edges, gradients)
+        unit, self.unit = self.unit, None
+        if unit is not None:
+            unit.backward([leaf.grad for leaf in unit.leaves], direct=self.stage.split_planner.direct)
+
+
+class Captures(StageWrapper):
+    """Captures of one stage.
+
+    Args:
+        stage: the stage.
+
+    Attributes:
+        reason: reason why the stage runs plainly; None: it is captured, or will be.
+        replays: number of forwards that replayed graphs.
+    """
+
+    def __init__(self, stage: CapturableStage) -> None:
+        self._stage = stage
+        self._device = stage.streams.device
+        self.reason = _refuse_device(stage)
+        self.replays = 0
+        self._shapes: dict[_Shape, _ShapeGraphs] = {}
+        self._draws: set[int] = set()
+        self._step = -1
+        self._state: PythonState | None = None
+        self._addresses: list[object] = []
+        self._changes = self._replayed_steps = 0
+        self._rules: OperatorRules | None = None
+
+    def report(self) -> CapturedStage:
+        """Report on the graphs."""
+        units = [len(shape.used) + len(shape.free) for shape in self._shapes.values()]
+        shapes = sum(count > 0 for count in units)
+        if self.reason is not None:
+            return CapturedStage(0, 0, self.replays, self.reason)
+        return CapturedStage(shapes, sum(units), self.replays)
+
+    def pass_maker(self, *, splits: bool, sliced: bool) -> Callable[..., StagePass] | None:
+        """Return the maker of captured passes; None: units of this kind run plainly.
+
+        Args:
+            splits: True if the backward of a unit may be two ops.
+            sliced: True if a unit is a slice of a sequence.
+        """
+        if splits or sliced:
+            self.run_plainly("the schedule splits its backward" if splits else "its units are slices")
+            return None
+        if self._stage.recompute is not Recompute.NONE:
+            self.run_plainly("it is computed again (recompute)")
+            return None
+        return partial(CapturedPass, captures=self)
+
+    def run_plainly(self, reason: str) -> None:
+        """Run the stage plainly from now on."""
+        if self.reason is None:
+            self.reason = reason
+            self._shapes.clear()
+            self._state = None
+
+    def forward(
+        self, user: object, value: Value, step: int, rows: SampleRows
+    ) -> tuple[Value, UnitRun | None]:
+        """Run a unit's layers, by graphs if there are some or can be.
+
+        Args:
+            user: the unit's pass.
+            value: the input.
+            step: number of the step.
+            rows: samples of the unit.
+
+        Returns:
+            The output, and the run that makes its gradients; None: the output has autograd's graph.
+        """
+        stage = self._stage
+        if step != self._step:
+            self._begin_step(step)
+        if type(value) is WithAuxLosses:
+            self.run_plainly("losses of layers before it pass through")
+        if self.reason is not None:
+            return stage.run_layers(value, step, rows), None
+        structure, tensors = flatten_value(value, f"stage {stage.stage}")
+        shape = structure, tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors)
+        of_shape = self._shapes.get(shape)
+        if of_shape is None:
+            if len(self._shapes) == _MOST_SHAPES:
+                return stage.run_layers(value, step, rows), None
+            of_shape = self._shapes[shape] = _ShapeGraphs()
+        if of_shape.plain_steps < _PLAIN_STEPS or step == of_shape.last_step:
+            if step != of_shape.last_step:
+                of_shape.plain_steps, of_shape.last_step = of_shape.plain_steps + 1, step
+            return self._run_watched(value, tensors, step, rows)
+        graphs = of_shape.take(user)
+        if graphs is None:
+            layers = CapturedLayers(
+                f"stage {stage.stage}", stage.layers, frozenset(self._draws), stage.streams
+            )
+            graphs = StageGraphs(layers, structure, tensors)
+            of_shape.used[graphs] = weakref.ref(user)
+        else:
+            self.replays += 1
+        output, leaves = graphs.forward(tensors, step, rows)
+        if self._state is not None and not self._state.unchanged():  # in the capture: no replay would do it
+            self.run_plainly(f"its layers change {self._state.changed()[0].label}")
+        return output, _CapturedRun(graphs, of_shape, tensors, leaves)
+
+    @contextmanager
+    def watched_backward(self) -> Iterator[None]:
+        """Context of a plain backward that is compared with the rules."""
+        streams = self._stage.streams
+        before = streams.states()
+        with OperatorRules(self._device) as rules:
+            yield
+        if rules.reason is not None:
+            self.run_plainly(f"{rules.reason} in the backward")
+        elif not streams.drew_nothing(before):
+            self.run_plainly("its backward draws random numbers")
+
+    @override
+    def wrap_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+        rules = self._rules
+        if rules is None:
+            return run(value, step, rows)
+        streams = self._stage.streams
+        seeds = [generator.initial_seed() for generator in streams.generators]
+        before = streams.states()
+        output = run(value, step, rows)
+        with without_modes():
+            if not streams.drew_nothing(before):
+                self._draws.add(layer.index)
+        if [generator.initial_seed() for generator in streams.generators] != seeds:
+            rules.reason = rules.reason or "a layer seeds torch's random numbers"
+        return output
+
+    @override
+    def breaks_block(self, layer: NamedLayer) -> None:
+        """Return None: compiled stages are not captured."""
+
+    def _run_watched(
+        self, value: Value, inputs: Sequence[Tensor], step: int, rows: SampleRows
+    ) -> tuple[Value, UnitRun | None]:
+        stage = self._stage
+        if self._state is None or not self._state.unchanged():
+            self._state = python_state(stage.layers)
+        weights = stage.parameters()
+        before = versions(weights)
+        self._rules = rules = OperatorRules(self._device)
+        try:
+            with rules:
+                output = stage.run_layers(value, step, rows)
+        finally:
+            self._rules = None
+        addresses, self._addresses = self._addresses, self._current_addresses()
+        reason = (
+            rules.reason
+            or refuse_modules(stage.layers)
+            or refuse_state(self._state)
+            or next((f"its layers change {w.label}" for w in self._state.changed()), None)
+            or ("its layers change their weights" if versions(weights) != before else None)
+            or ("its layers replace buffers" if addresses and addresses != self._addresses else None)
+            or self._refuse_stage()
+        )
+        structure, outputs = None, list[Tensor]()
+        try:
+            structure, outputs = flatten_value(output, f"stage {stage.stage}")
+        except ConfigError:
+            reason = reason or "its output is no tree of tensors"
+        if any(tensor.device.type != self._device.type for tensor in (*inputs, *outputs)):
+            reason = reason or "its inputs or outputs contain numbers, or tensors on the host"
+        reason = reason or refuse_graph(outputs, [*inputs, *weights])
+        if reason is not None:
+            self.run_plainly(reason)
+            return output, None
+        leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs]
+        return unflatten_value(structure, leaves), _WatchedRun(self, outputs, leaves)
+
+    def _begin_step(self, step: int) -> None:
+        self._step = step
+        if self.reason is not None or self._state is None:
+            return
+        self._replayed_steps += any(shape.free for shape in self._shapes.values())
+        changed: list[str] = []
+        if not self._state.unchanged():  # other objects, which may have the same values
+            state = python_state(self._stage.layers)
+            changed, self._state = self._state.differences(state), state
+        if self._current_addresses() != self._addresses:
+            changed.append("the memory of its weights or buffers")
+        reason = self._refuse_stage()
+        if reason is not None:
+            self.run_plainly(reason)
+        elif changed:
+            self._changes = 1 if self._replayed_steps >= _WORTH else self._changes + 1
+            self._replayed_steps = 0
+            self._shapes.clear()
+            self._state, self._addresses = None, []
+            if self._changes == _MOST_CHANGES:
+                self.run_plainly(f"{changed[0]} changes between steps")
+
+    def _current_addresses(self) -> list[object]:
+        modules = (module for layer in self._stage.layers for module in layer.module.modules())
+        return [
+            (tensor.data_ptr(), tensor.requires_grad, tensor.dtype)
+            for module in modules
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        ]
+
+    def _refuse_stage(self) -> str | None:
+        stage = self._stage
+        conditions = (
+            (stage.module is not None, "parallelize runs it within a module of its own"),
+            (stage.has_skips, "values go around its layers (skips, or states of slices)"),
+            (stage.versions is not None, "the schedule has several versions of its weights"),
+            (bool(stage.deferred), "deferred_batch_norm sums statistics"),
+            (bool(stage.aux_losses.collects), "its layers add losses"),
+            (any(map(stage.means.applies_to, stage.layers)), "its last layer gives the loss"),
+            (stage.entry.changes is not False, "it changes its input in place"),
+            (bool(stage.precision.masters), "compute_dtype replaces its weights"),
+        )
+        return next((reason for holds, reason in conditions if holds), None)
+
+
+def _refuse_device(stage: CapturableStage) -> str | None:
+    device: Any = stage.streams.device
+    if not hasattr(torch.get_device_module(device), "CUDAGraph"):
+        return f"a {device.type} device has no graphs"
+    if device.type == "cuda" and stage.streams.shared:
+        return "its worker is a thread, and a process captures one graph at a time"
+    return None

@@ -1,0 +1,480 @@
+"""Captured passes: the numbers of plain torch from replayed graphs, and stages that run plainly for a reason.
+
+Workers have pretended devices, whose graphs replay operators at fixed addresses and overwrite memory that a
+GPU would overwrite.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
+
+import counterflow as cf
+from counterflow.runtime.stages.capture_rules import refuse_graph
+from counterflow.schedule.ir import Schedule
+
+from ...kit import F64, adamw, batch, momentum, run, sgd
+
+PLAIN = 4
+"""Steps before the first capture: two that count memory, and two that are watched."""
+
+SCHEDULES = [
+    cf.schemes.dapple(2, 6),
+    cf.schemes.chimera(2, 4),
+    cf.schemes.interleaved(2, 4, 2),
+    cf.schemes.gpipe(2, 4),
+]
+
+
+class Block(nn.Module):
+    """A layer with views, norms, and a weight that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first = nn.LayerNorm(4, dtype=F64), nn.Linear(4, 6, dtype=F64)
+        self.second = nn.Linear(6, 4, dtype=F64)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.first(self.norm(x)))
+        return x + self.second(y) + self.first.weight.sum(0) * y[:, :4]  # type: ignore[no-any-return]
+
+
+def blocks(count: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [Block() for _ in range(count)]
+
+
+def train(
+    layers: list[nn.Module],
+    schedule: Schedule,
+    steps: int = PLAIN + 4,
+    *,
+    optimizer: Any = momentum,
+    between: Callable[[cf.Pipeline, int], None] = lambda *_: None,
+    samples: Callable[[int], int] = lambda _: 12,
+    capture: bool = True,
+    **options: Any,
+) -> tuple[list[float], dict[str, Tensor], dict[int, Any]]:
+    """Losses, state and reports of all stages; ``between`` is called before each step."""
+
+    def work() -> Any:
+        pipeline = cf.Pipeline(
+            copy.deepcopy(layers), mse_loss, schedule, optimizer=optimizer, capture=capture, **options
+        )
+        losses = []
+        for number in range(steps):
+            between(pipeline, number)
+            losses.append(pipeline.step(*batch(number, samples(number))).loss)
+        pipeline.flush()
+        return losses, pipeline.model_state_dict(), pipeline.captured
+
+    results = run(work, transport="strict-nccl")
+    losses, state, _ = results[0]
+    return losses, state, {stage: report for _, _, reports in results for stage, report in reports.items()}
+
+
+def expected(layers: list[nn.Module], steps: int = PLAIN + 4) -> tuple[list[float], dict[str, Tensor]]:
+    """The same training in one process, in plain torch."""
+    model = nn.Sequential(*copy.deepcopy(layers))
+    optimizer, losses = momentum(model.parameters()), []
+    for number in range(steps):
+        inputs, targets = batch(number, 12)
+        loss = mse_loss(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def assert_same(first: Any, second: Any) -> None:
+    torch.testing.assert_close(first[:2], second[:2], rtol=1e-10, atol=1e-12, equal_nan=True)
+
+
+def assert_replayed(reports: dict[int, Any], least: int = 1) -> None:
+    assert reports
+    for report in reports.values():
+        assert report.reason is None
+        assert report.units > 0
+        assert report.replays >= least
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_replays_have_the_numbers_of_plain_torch(schedule: Schedule) -> None:
+    layers = blocks(schedule.stages)
+    losses, state, reports = train(layers, schedule)
+    assert_same((losses, state), expected(layers))
+    micro_batches = schedule.micro_batches
+    for report in reports.values():
+        assert report.reason is None
+        # Of the units after the plain steps all but the first ones in flight are replays.
+        pipes = 2 if schedule.scheme == "chimera" else 1
+        assert report.replays == (4 * micro_batches // pipes - report.units)
+        assert 0 < report.units <= micro_batches
+
+
+@pytest.mark.parametrize("barrier", [True, False])
+def test_options_around_the_layers(barrier: bool) -> None:
+    options: dict[str, Any] = {"clip_norm": 0.1, "barrier": barrier}
+    results = [
+        train(blocks(2), cf.schemes.dapple(2, 4), capture=capture, **options) for capture in (True, False)
+    ]
+    assert results[0][0] == results[1][0]
+    assert_same(results[0], results[1])
+    assert_replayed(results[0][2], 8)
+
+
+class Draws(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.dropout = nn.Linear(4, 4, dtype=F64), nn.Dropout(0.4)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(torch.tanh(self.layer(x)))  # type: ignore[no-any-return]
+
+
+def test_draws_are_those_of_plain_passes() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4, dtype=F64), Draws(), nn.Linear(4, 4, dtype=F64), Draws(), Block(), Block()]
+    schedule = cf.schemes.chimera(2, 4)
+    results = [train(layers, schedule, capture=capture, cuts=[3]) for capture in (True, False)]
+    assert_same(results[0], results[1])
+    assert_replayed(results[0][2], 4)
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4, dtype=F64)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(x)  # type: ignore[no-any-return]
+
+
+def test_buffers_change_as_in_plain_passes() -> None:
+    layers = [*blocks(1), Norm(), Norm(), *blocks(1)]
+    results = [train(layers, cf.schemes.dapple(2, 4), capture=capture) for capture in (True, False)]
+    assert_same(results[0], results[1])
+    assert_replayed(results[0][2], 4)
+
+
+def test_autocast_and_loss_scale() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4)) for _ in range(2)]
+
+    def work(capture: bool) -> Any:
+        pipeline = cf.Pipeline(
+            copy.deepcopy(layers), mse_loss, cf.schemes.dapple(2, 4), optimizer=sgd,
+            autocast="bfloat16", loss_scale=1024.0, capture=capture,
+        )  # fmt: skip
+        losses = [pipeline.step(*batch(n, 8, dtype=torch.float32)).loss for n in range(PLAIN + 2)]
+        return losses, pipeline.model_state_dict(), pipeline.captured
+
+    captured, plain = (run(work, capture, transport="strict-nccl") for capture in (True, False))
+    assert captured[0][0] == plain[0][0]
+    torch.testing.assert_close(captured[0][1], plain[0][1], rtol=0, atol=0)
+    for result in captured:
+        assert_replayed(result[2], 4)
+
+
+def test_each_shape_has_graphs_of_its_own() -> None:
+    def samples(number: int) -> int:
+        return 9 if number % 2 else 12
+
+    results = [
+        train(blocks(2), cf.schemes.dapple(2, 4), PLAIN + 8, samples=samples, capture=capture)
+        for capture in (True, False)
+    ]
+    assert_same(results[0], results[1])
+    assert_replayed(results[0][2])
+    assert all(report.shapes == 2 for report in results[0][2].values())  # micro-batches of 2 and 3 samples
+
+
+def test_a_load_an_evaluation_and_a_prediction_between_steps() -> None:
+    inputs, targets = batch(100, 12)
+
+    def work(capture: bool) -> Any:
+        pipeline = cf.Pipeline(
+            copy.deepcopy(blocks(2)), mse_loss, cf.schemes.dapple(2, 4), optimizer=momentum, capture=capture
+        )
+        numbers: list[Any] = []
+        state = pipeline.state_dict()
+        for number in range(PLAIN + 6):
+            if number == PLAIN + 2:
+                pipeline.load_state_dict(state)
+            numbers.append(pipeline.step(*batch(number, 12)).loss)
+            numbers.append(pipeline.evaluate(inputs, targets).loss)
+            numbers.append(pipeline.predict(inputs).tolist() if number % 2 else 0)
+        return numbers, pipeline.model_state_dict(), pipeline.captured
+
+    captured, plain = (run(work, capture, transport="strict-nccl") for capture in (True, False))
+    assert captured[0][0] == plain[0][0]
+    assert_same(captured[0], plain[0])
+    for result in captured:
+        assert_replayed(result[2], 8)
+
+
+class Scaled(nn.Linear):
+    scale = 1.0
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * self.scale
+
+
+def scaled(count: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    layers = [Scaled(4, 4, dtype=F64) for _ in range(count)]
+    for layer in layers:
+        layer.scale = 1.0
+    return [*layers]
+
+
+@pytest.mark.parametrize("change", ["attribute", "frozen", "memory"])
+def test_changes_between_steps_have_the_graphs_made_again(change: str) -> None:
+    def between(pipeline: cf.Pipeline, number: int) -> None:
+        if number != PLAIN + 2:
+            return
+        for layer in modules(pipeline):
+            if change == "attribute":
+                layer.scale = 0.5
+            elif change == "frozen":
+                layer.bias.requires_grad_(False)
+            else:
+                layer.weight.data = layer.weight.data * 2
+
+    results = [
+        train(scaled(2), cf.schemes.dapple(2, 4), PLAIN + 8, between=between, capture=capture)
+        for capture in (True, False)
+    ]
+    assert_same(results[0], results[1])
+    assert_replayed(results[0][2], 6)
+
+
+def test_values_that_change_in_each_step_let_a_stage_run_plainly() -> None:
+    def between(pipeline: cf.Pipeline, number: int) -> None:
+        for layer in modules(pipeline):
+            layer.scale = 1 + 0.1 * (number // 3)
+
+    results = [
+        train(scaled(2), cf.schemes.dapple(2, 4), PLAIN + 16, between=between, capture=capture)
+        for capture in (True, False)
+    ]
+    assert_same(results[0], results[1])
+    for report in results[0][2].values():
+        assert re.search("scale.* changes between steps", report.reason)
+        assert str(report) == f"runs plainly: {report.reason}"
+
+
+def modules(pipeline: cf.Pipeline) -> list[Any]:
+    engine: Any = pipeline._engine
+    return [layer.module for stage in engine.local.stages.values() for layer in stage.layers]
+
+
+class Pair(nn.Module):
+    """Two outputs, of which the layer after uses the second one for some samples alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4, dtype=F64), nn.Linear(4, 4, dtype=F64)
+
+    @override
+    def forward(self, x: Tensor) -> Any:
+        return {"one": self.one(x), "two": self.two(x), "unused": self.two(x).detach()}
+
+
+class Takes(nn.Linear):
+    @override
+    def forward(self, input: Any) -> Tensor:
+        return super().forward(input["one"] + (input["two"] if len(input["one"]) == 2 else 0))
+
+
+@pytest.mark.parametrize("samples", [8, 12])
+def test_outputs_without_a_gradient(samples: int) -> None:
+    torch.manual_seed(0)
+    layers = [Pair(), Takes(4, 4, dtype=F64)]
+    results = [
+        train(layers, cf.schemes.dapple(2, 4), samples=lambda _: samples, optimizer=adamw, capture=capture)
+        for capture in (True, False)
+    ]
+    assert_same(results[0], results[1])  # an optimizer leaves weights without a gradient as they are
+    assert_replayed(results[0][2], 8)
+
+
+def test_hooks_of_weights_run_as_in_plain_passes() -> None:
+    def work(capture: bool) -> Any:
+        layers: list[Any] = blocks(2)
+        calls: list[str] = []
+
+        def doubled(gradient: Tensor) -> Tensor:
+            calls.append("gradient")
+            return gradient * 2
+
+        for layer in layers:
+            layer.first.weight.register_hook(doubled)
+        pipeline = cf.Pipeline(layers, mse_loss, cf.schemes.dapple(2, 4), optimizer=sgd, capture=capture)
+        losses = [pipeline.step(*batch(number)).loss for number in range(PLAIN + 2)]
+        return losses, pipeline.model_state_dict(), len(calls), pipeline.captured
+
+    captured, plain = (run(work, capture, transport="strict-nccl")[0] for capture in (True, False))
+    assert_same(captured, plain)
+    assert captured[2] == plain[2] > 0
+    assert_replayed(captured[3], 4)
+
+
+# -- stages that run plainly
+
+
+class Reads(Scaled):
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * (1 if input.abs().sum() > 0 else 2)
+
+
+class Masked(Scaled):
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        y = super().forward(input)
+        return y + y[y > 0].sum()
+
+
+class Counts(Scaled):
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        self.scale = 1.5 - self.scale / 2
+        return super().forward(input)
+
+
+class Registers(Scaled):
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        y = super().forward(input)
+        y.register_hook(lambda gradient: gradient * 2)
+        return y
+
+
+class OnHost(Scaled):
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * torch.tensor(2.0)
+
+
+class Cached(Scaled):
+    """It keeps what it makes of its weight until an update."""
+
+    version: Any = None
+    double: Any = None
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        if self.version != self.weight._version:
+            self.version, self.double = self.weight._version, self.weight.detach() * 2
+        double: Tensor = self.double
+        return super().forward(input) + input @ double
+
+
+class OwnDraws(Scaled):
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        return super().forward(input) + torch.rand(4, dtype=F64, generator=generator, device=input.device)
+
+
+REASONS = [
+    (Reads, "read tensors in Python"),
+    (Masked, "the shape of a tensor depends on values"),
+    (Counts, "its layers change .*scale"),
+    (Registers, "register hooks on activations"),
+    (OnHost, "a tensor on the host"),
+    (Cached, "its layers change .*(version|double)"),
+    (OwnDraws, "a generator of their own"),
+]
+
+
+def not_foreach(parameters: Any) -> torch.optim.Optimizer:
+    """Optimizer whose updates count as changes of weights on pretended devices too."""
+    return torch.optim.SGD(parameters, lr=0.1, foreach=False)
+
+
+def test_stages_that_cannot_be_captured_run_plainly_and_say_why() -> None:
+    torch.manual_seed(0)
+    layers = [*blocks(1), *(kind(4, 4, dtype=F64) for kind, _ in REASONS), *blocks(2)]
+    for layer in layers[1:-2]:
+        layer.scale = 1.0  # type: ignore[assignment]
+    schedule = cf.schemes.interleaved(2, 4, 5)
+    results = [
+        train(layers, schedule, PLAIN + 1, optimizer=not_foreach, capture=capture)
+        for capture in (True, False)
+    ]
+    assert_same(results[0], results[1])
+    reports = results[0][2]
+    assert reports[0].units > 0
+    for stage, (_, reason) in enumerate(REASONS, 1):
+        assert re.search(reason, reports[stage].reason), reports[stage]
+        assert reports[stage].replays == reports[stage].units == 0
+    assert reports[9].units > 0
+
+
+def test_graphs_of_checkpoints_are_refused() -> None:
+    x = torch.ones(2, 4, dtype=F64, requires_grad=True)
+    layer = nn.Linear(4, 4, dtype=F64)
+    leaves = [x, *layer.parameters()]
+    assert refuse_graph([layer(x).tanh()], leaves) is None
+    assert "neither an input nor a weight" in str(refuse_graph([layer(x)], leaves[:2]))
+    for reentrant, reason in ((False, "pack saved tensors"), (True, "checkpointed")):
+        output = checkpoint(lambda y: layer(y).tanh(), x, use_reentrant=reentrant)
+        assert reason in str(refuse_graph([output], leaves))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "reason"),
+    [
+        (cf.schemes.zb_h1(2, 4), {}, "the schedule splits its backward"),
+        (cf.schemes.pipedream(2, 4), {}, "several versions of its weights"),
+        (cf.schemes.dapple(2, 4), {"recompute": "stage"}, "computed again"),
+        (cf.schemes.dapple(2, 4), {"recompute": "layer"}, "computed again"),
+        (cf.schemes.dapple(2, 4), {"compute_dtype": "bfloat16"}, "compute_dtype replaces"),
+    ],
+    ids=str,
+)
+def test_options_with_which_stages_run_plainly(
+    schedule: Schedule, options: dict[str, Any], reason: str
+) -> None:
+    results = [
+        train(blocks(2), schedule, PLAIN + 2, capture=capture, optimizer=sgd, **options)
+        for capture in (True, False)
+    ]
+    assert_same(results[0], results[1])
+    for report in results[0][2].values():
+        assert reason in report.reason
+
+
+def test_a_host_has_no_graphs() -> None:
+    def work() -> Any:
+        pipeline = cf.Pipeline(blocks(2), mse_loss, cf.schemes.dapple(2, 4), optimizer=sgd, capture=True)
+        pipeline.step(*batch(0))
+        return [report.reason for report in pipeline.captured.values()]
+
+    assert run(work) == [["a cpu device has no graphs"]] * 2
+
+
+def test_compiled_stages_are_refused() -> None:
+    def work() -> None:
+        cf.Pipeline(
+            blocks(2), mse_loss, cf.schemes.dapple(2, 4), optimizer=sgd, capture=True, compile="aot_eager"
+        )
+
+    with pytest.raises(cf.ConfigError, match="capture: compile runs code that is no operator of torch"):
+        run(work, transport="strict-nccl")
