@@ -121,22 +121,28 @@ def _no_world_is_left() -> Iterator[None]:
 
 
 SLOW = Path(__file__).with_name("slow.txt")
-"""The files that `make test-fast` leaves out; ``benchmarks/fast_tests.py`` writes it from what a run took."""
-LISTED = {SLOW.parents[1] / line for line in SLOW.read_text(encoding="utf-8").split()}
+"""Files that `make test-fast` leaves out, and tests of which `make test` takes some cases, with their number.
+
+``benchmarks/fast_tests.py`` writes it from what a run took.
+"""
+_LINES = [line.split() for line in SLOW.read_text(encoding="utf-8").splitlines()]
+SLOW_FILES = {SLOW.parents[1] / words[0] for words in _LINES if len(words) == 1}
+LIMITS = {words[0]: int(words[1]) for words in _LINES if len(words) > 1}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Without slow tests their files are not loaded either: they import transformers, and take seconds."""
-    return True if config.getoption("markexpr") == "not slow" and collection_path in LISTED else None
+    fast = config.getoption("markexpr") == "not slow"
+    return True if fast and collection_path in SLOW_FILES else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what is slow, and take of tables what is taken of them."""
     for item in items:
-        if item.path in LISTED:
+        if item.path in SLOW_FILES:
             item.add_marker("slow")
-    left = left_out(items)
-    if left:
-        config.hook.pytest_deselected(items=left)
-        without = set(left)
+    omitted = left_out(items, LIMITS)
+    if omitted:
+        config.hook.pytest_deselected(items=omitted)
+        without = set(omitted)
         items[:] = [item for item in items if item not in without]

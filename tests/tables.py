@@ -1,19 +1,21 @@
 """How much of a table of several dimensions a run of the tests takes.
 
-In ``make test`` the values of the shortest dimension take turns; ``make test-whole`` takes all combinations,
-and benchmarks/results/tests_whole.txt keeps what that said.
+In ``make test`` the values of the shortest dimension take turns, and tests/slow.txt limits the cases of tests
+that take long. ``make test-whole`` takes all, and benchmarks/results/tests_whole.txt keeps its result.
 """
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from itertools import product
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations, product
+from typing import Any, TypeVar
 from zlib import crc32
 
 import pytest
+
+_Case = TypeVar("_Case", bound=pytest.Function)
 
 WHOLE = bool(os.environ.get("WHOLE"))
 """Whether all combinations are taken."""
@@ -55,21 +57,47 @@ def examples(count: int) -> int:
     return count if WHOLE else (count + 1) // 2
 
 
-def left_out(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """The cases of tests marked as tables that are not taken; one that is asked for by its name is."""
+def left_out(items: Iterable[pytest.Item], limits: Mapping[str, int]) -> list[pytest.Item]:
+    """Return the cases that are not taken; one that is asked for by its name is.
+
+    Args:
+        items: the cases.
+        limits: largest number of cases by the name of a test, without the parameters.
+    """
+    if WHOLE:
+        return []
     cases: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("table"):
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             cases[item.nodeid.partition("[")[0]].append(item)
-    return [case for test, all_cases in cases.items() for case in _left_out(test, all_cases)]
+    taken: set[pytest.Function] = set()
+    for test, all_cases in cases.items():
+        rows = _turns_of(test, all_cases) if all_cases[0].get_closest_marker("table") else all_cases
+        taken.update(spread(rows, limits.get(test, len(rows))))
+    return [case for rows in cases.values() for case in rows if case not in taken]
 
 
-def _left_out(test: str, cases: list[pytest.Function]) -> list[pytest.Function]:
+def _turns_of(test: str, cases: list[pytest.Function]) -> list[pytest.Function]:
     # The numbers that a decorator gives to its values are one dimension, also where it has several names.
     columns = {tuple(case.callspec.indices[name] for case in cases) for name in cases[0].callspec.indices}
     rows = dict(zip(zip(*sorted(columns), strict=True), cases, strict=True))
     dimensions = [sorted(set(column)) for column in sorted(columns)]
     if len(rows) < len(list(product(*dimensions))):
-        return []
-    taken = set(table(*dimensions, of=test))
-    return [case for row, case in rows.items() if row not in taken]
+        return cases
+    return [rows[row] for row in table(*dimensions, of=test)]
+
+
+def spread(cases: Sequence[_Case], count: int) -> list[_Case]:
+    """Choose cases whose parameters have as many different values as possible, then as many pairs of them."""
+    left, taken, seen = list(cases), list[_Case](), set[Any]()
+    while left and len(taken) < count:
+        best = max(left, key=lambda case: [len(each - seen) for each in _values(case)])  # the first of equals
+        left.remove(best)
+        taken.append(best)
+        seen.update(*_values(best))
+    return [case for case in cases if case in taken]
+
+
+def _values(case: pytest.Function) -> tuple[set[Any], set[Any]]:
+    values = sorted(case.callspec.indices.items())
+    return set(values), set(combinations(values, 2))

@@ -83,6 +83,14 @@ def test_every_test_has_a_limit(pytestconfig: pytest.Config) -> None:
 
 
 def test_what_is_slow_is_there() -> None:
-    listed = (PROJECT.parent / "tests" / "slow.txt").read_text(encoding="utf-8").split()
-    assert listed == sorted(set(listed))
-    assert [line for line in listed if not (PROJECT.parent / line).is_file()] == []
+    lines = (PROJECT.parent / "tests" / "slow.txt").read_text(encoding="utf-8").splitlines()
+    assert lines == sorted(set(lines))
+    for test, *count in map(str.split, lines):
+        path, _, name = test.partition("::")
+        assert (PROJECT.parent / path).is_file(), path
+        assert bool(count) is bool(name), test
+        if name:
+            assert f"def {name.rpartition('::')[2]}(" in (PROJECT.parent / path).read_text(
+                encoding="utf-8"
+            ), test
+            assert int(count[0]) > 0, test
