@@ -121,7 +121,7 @@ def _no_world_is_left() -> Iterator[None]:
 
 
 SLOW = Path(__file__).with_name("slow.txt")
-"""Files that `make test-fast` leaves out, and tests of which `make test` takes some cases, with their number.
+"""Files that `make test-fast` leaves out, and tests of which `make test` takes some cases or none.
 
 ``benchmarks/fast_tests.py`` writes it from what a run took.
 """
@@ -141,7 +141,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path in SLOW_FILES:
             item.add_marker("slow")
-    omitted = left_out(items, LIMITS)
+    everything = [Path(arg).resolve() for arg in config.args] == [SLOW.parent.resolve()]
+    omitted = left_out(items, LIMITS if everything else {})
     if omitted:
         config.hook.pytest_deselected(items=omitted)
         without = set(omitted)

@@ -1,7 +1,8 @@
 """How much of a table of several dimensions a run of the tests takes.
 
 In ``make test`` the values of the shortest dimension take turns, and tests/slow.txt limits the cases of tests
-that take long. ``make test-whole`` takes all, and benchmarks/results/tests_whole.txt keeps its result.
+that take long; a run of some folders or files knows no limits. ``make test-whole`` takes all, and
+benchmarks/results/tests_whole.txt keeps its result.
 """
 
 from __future__ import annotations
@@ -62,18 +63,19 @@ def left_out(items: Iterable[pytest.Item], limits: Mapping[str, int]) -> list[py
 
     Args:
         items: the cases.
-        limits: largest number of cases by the name of a test, without the parameters.
+        limits: largest number of cases by the name of a test, without its parameters; 0: none.
     """
     if WHOLE:
         return []
     cases: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+        if isinstance(item, pytest.Function):
             cases[item.nodeid.partition("[")[0]].append(item)
     taken: set[pytest.Function] = set()
     for test, all_cases in cases.items():
         rows = _turns_of(test, all_cases) if all_cases[0].get_closest_marker("table") else all_cases
-        taken.update(spread(rows, limits.get(test, len(rows))))
+        count = limits.get(test, len(rows))
+        taken.update(rows if count >= len(rows) else spread(rows, count))
     return [case for rows in cases.values() for case in rows if case not in taken]
 
 
@@ -99,5 +101,5 @@ def spread(cases: Sequence[_Case], count: int) -> list[_Case]:
 
 
 def _values(case: pytest.Function) -> tuple[set[Any], set[Any]]:
-    values = sorted(case.callspec.indices.items())
+    values = sorted(case.callspec.indices.items()) if hasattr(case, "callspec") else []
     return set(values), set(combinations(values, 2))

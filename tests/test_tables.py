@@ -37,6 +37,9 @@ class Case(pytest.Function):
         return default
 
 
+TESTS = ("long", 3, 3), ("short", 2), ("single", 1), ("none", 2)
+
+
 def cases(test: str, *counts: int) -> list[Case]:
     rows = product(*(range(count) for count in counts))
     return [Case.from_parent(test, numbers=numbers) for numbers in rows]
@@ -53,10 +56,11 @@ def test_each_value_is_taken_before_a_second_pair() -> None:
 
 
 def test_limits_are_those_of_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    long, short, single = cases("long", 3, 3), cases("short", 2), cases("single", 1)
+    long, short, single, none = (cases(name, *counts) for name, *counts in TESTS)
     monkeypatch.setattr(tables, "WHOLE", False)
-    omitted = left_out([*long, *short, *single], {"long": 3, "single": 1})
-    assert {case.test for case in omitted if isinstance(case, Case)} == {"long"}
-    assert len(omitted) == 6
+    omitted = left_out([*long, *short, *single, *none], {"long": 3, "single": 1, "none": 0})
+    assert [case for case in omitted if case in none] == none
+    assert len([case for case in omitted if case in long]) == 6
+    assert len(omitted) == 8
     monkeypatch.setattr(tables, "WHOLE", True)
     assert left_out(long, {"long": 3}) == []
