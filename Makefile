@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train explore browser test test-whole test-fast lint docs house sweep benchmarks mutants clean
+.PHONY: train explore browser test test-whole test-fast loaded lint docs house sweep benchmarks mutants clean
 
 # The built-in example: a small GPT on the text that ships with Python, 4 workers, chimera; about two minutes.
 train: .venv/.installed
@@ -26,6 +26,10 @@ test-whole: .venv/.installed
 # All but the slow files (tests/slow.txt): processes, sweeps and real models. Under 90 seconds on 2 cores.
 test-fast: .venv/.installed
 	$(BIN)/python -m pytest -n auto --dist worksteal -m 'not slow'
+
+# The modules that tests load, compiled once instead of by every worker of pytest.
+loaded: .venv/.installed
+	$(BIN)/python -m pytest --collect-only > /dev/null
 
 lint: .venv/.installed
 	$(BIN)/ruff format --check .
