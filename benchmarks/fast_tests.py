@@ -6,7 +6,7 @@
 The cheapest files are fast until their seconds, added up over all workers of pytest, are used up; the others
 are slow, and so are those that were and of which this run skipped a part: what they need is missing here. To
 start and to load the fast files takes a worker of pytest about 15 s more. Of a test in a slow file `make
-test` takes as many cases as take the seconds of a share, at least one, and none if one takes longer than
+test` takes as many cases as take the seconds of a share, at least one, but none that takes longer than
 --longest, unless ALWAYS names the test; tests/tables.py chooses them. --keep writes tests/slow.txt, which
 tests/conftest.py reads.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -51,7 +51,7 @@ ALWAYS = (
 
 
 def cases(report: Path) -> Iterator[tuple[str, str, float, bool]]:
-    """Give of each case its file, its test, its seconds, and True if it was skipped."""
+    """Give of each case its file, its name, its seconds, and True if it was skipped."""
     for case in ET.parse(report).iter("testcase"):
         parts = (case.attrib["classname"] or case.attrib["name"]).split(".")  # a module that is skipped
         classes: list[str] = []
@@ -59,25 +59,27 @@ def cases(report: Path) -> Iterator[tuple[str, str, float, bool]]:
             classes.insert(0, parts.pop())
         if parts and parts[0] == "tests":
             path = str(Path(*parts).with_suffix(".py"))
-            name = "::".join([path, *classes, case.attrib["name"].partition("[")[0]])
+            name = "::".join([path, *classes, case.attrib["name"]])
             yield path, name, float(case.attrib["time"]), case.find("skipped") is not None
 
 
-def limits(seconds: Mapping[str, Sequence[float]], share: float, longest: float) -> dict[str, int]:
-    """Largest number of cases of each test that takes longer than a share; the mean case counts.
+def limits(seconds: Mapping[str, Mapping[str, float]], share: float, longest: float) -> dict[str, int]:
+    """Largest number of cases by test, where this is less than all; 0 by case that is not taken at all.
 
     Args:
-        seconds: seconds of each case by test.
+        seconds: seconds of each case by test and case.
         share: seconds of a test.
-        longest: seconds of a case, beyond which none is taken.
+        longest: seconds of a case, beyond which it is not taken.
     """
     counts: dict[str, int] = {}
-    for name, times in sorted(seconds.items()):
-        mean = sum(times) / len(times)
-        left_out = mean > longest and name.removeprefix("tests/") not in ALWAYS
-        count = len(times) if sum(times) <= share else 0 if left_out else max(1, int(share / mean))
-        if count < len(times):
-            counts[name] = count
+    for test, times in sorted(seconds.items()):
+        always = test.removeprefix("tests/") in ALWAYS
+        short = {case: time for case, time in times.items() if time <= longest or always}
+        count = min(len(short), max(1, int(share * len(short) / max(sum(short.values()), 1e-9))))
+        if count < len(short) or not short:
+            counts[test] = count
+        if short and not always:
+            counts |= dict.fromkeys(times.keys() - short.keys(), 0)
     return counts
 
 
@@ -91,11 +93,11 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true")
     options = parser.parse_args()
     files: dict[str, float] = defaultdict(float)
-    tests: dict[str, list[float]] = defaultdict(list)
+    tests: dict[str, dict[str, float]] = defaultdict(dict)
     skipped: set[str] = set()
     for path, name, seconds, was_skipped in cases(options.report):
         files[path] += seconds
-        tests[name].append(seconds)
+        tests[name.partition("[")[0]][name] = seconds
         if was_skipped:
             skipped.add(path)
     slow = sorted(skipped.intersection(LIST.read_text(encoding="utf-8").splitlines()))
@@ -112,9 +114,9 @@ def main() -> None:
     total = sum(files.values())
     fast = total - sum(files[path] for path in slow)
     print(f"{len(slow)} of {len(files)} files are slow; the others take {fast:.0f} of {total:.0f} s")
-    saved = sum(sum(tests[name]) * (1 - count / len(tests[name])) for name, count in counts.items())
-    print(f"`make test` limits the cases of {len(counts)} slow tests, which saves {saved:.0f} s. None of:")
-    print(*(f"{sum(tests[name]):8.1f} s  {name}" for name, count in counts.items() if not count), sep="\n")
+    omitted = [name for name, count in counts.items() if not count]
+    print(f"`make test` limits the cases of {len(counts) - len(omitted)} slow tests, and takes none of:")
+    print(*omitted, sep="\n")
     if options.keep:
         lines = sorted([*slow, *(f"{name} {count}" for name, count in counts.items())])
         LIST.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

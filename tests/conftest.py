@@ -125,9 +125,9 @@ SLOW = Path(__file__).with_name("slow.txt")
 
 ``benchmarks/fast_tests.py`` writes it from what a run took.
 """
-_LINES = [line.split() for line in SLOW.read_text(encoding="utf-8").splitlines()]
-SLOW_FILES = {SLOW.parents[1] / words[0] for words in _LINES if len(words) == 1}
-LIMITS = {words[0]: int(words[1]) for words in _LINES if len(words) > 1}
+_LINES = SLOW.read_text(encoding="utf-8").splitlines()
+SLOW_FILES = {SLOW.parents[1] / line for line in _LINES if "::" not in line}
+LIMITS = {line.rpartition(" ")[0]: int(line.rpartition(" ")[2]) for line in _LINES if "::" in line}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -63,7 +63,7 @@ def left_out(items: Iterable[pytest.Item], limits: Mapping[str, int]) -> list[py
 
     Args:
         items: the cases.
-        limits: largest number of cases by the name of a test, without its parameters; 0: none.
+        limits: largest number of cases by test; 0 by case that is not taken.
     """
     if WHOLE:
         return []
@@ -74,6 +74,7 @@ def left_out(items: Iterable[pytest.Item], limits: Mapping[str, int]) -> list[py
     taken: set[pytest.Function] = set()
     for test, all_cases in cases.items():
         rows = _turns_of(test, all_cases) if all_cases[0].get_closest_marker("table") else all_cases
+        rows = [case for case in rows if limits.get(case.nodeid, 1) or len(all_cases) == 1]
         count = limits.get(test, len(rows))
         taken.update(rows if count >= len(rows) else spread(rows, count))
     return [case for rows in cases.values() for case in rows if case not in taken]

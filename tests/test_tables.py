@@ -62,5 +62,9 @@ def test_limits_are_those_of_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [case for case in omitted if case in none] == none
     assert len([case for case in omitted if case in long]) == 6
     assert len(omitted) == 8
+    without_first = {"long": 3, "long[0-0]": 0, "short[1]": 0}
+    taken = [case for case in [*long, *short] if case not in left_out([*long, *short], without_first)]
+    assert [{case.numbers[place] for case in taken[:3]} for place in range(2)] == [{0, 1, 2}] * 2
+    assert [case.nodeid for case in taken if case in [long[0], *short]] == ["short[0]"]
     monkeypatch.setattr(tables, "WHOLE", True)
     assert left_out(long, {"long": 3}) == []

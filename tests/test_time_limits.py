@@ -85,12 +85,11 @@ def test_every_test_has_a_limit(pytestconfig: pytest.Config) -> None:
 def test_what_is_slow_is_there() -> None:
     lines = (PROJECT.parent / "tests" / "slow.txt").read_text(encoding="utf-8").splitlines()
     assert lines == sorted(set(lines))
-    for test, *count in map(str.split, lines):
-        path, _, name = test.partition("::")
+    for line in lines:
+        path, _, case = line.partition("::")
         assert (PROJECT.parent / path).is_file(), path
-        assert bool(count) is bool(name), test
-        if name:
-            assert f"def {name.rpartition('::')[2]}(" in (PROJECT.parent / path).read_text(
-                encoding="utf-8"
-            ), test
-            assert int(count[0]) >= 0, test
+        if case:
+            test, count = case.partition("[")[0].split()[0], line.rpartition(" ")[2]
+            text = (PROJECT.parent / path).read_text(encoding="utf-8")
+            assert f"def {test.rpartition('::')[2]}(" in text, line
+            assert int(count) >= 0, line
