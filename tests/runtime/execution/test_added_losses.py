@@ -140,6 +140,27 @@ def agrees(schedule: Schedule, loss_function: Any = tokens, *, replicas: int = 1
     assert found.ok, (str(schedule), options, str(found))
 
 
+@pytest.mark.parametrize("recompute", ["none", "stage"])
+@pytest.mark.parametrize(
+    "schedule", [schemes.dapple(2, 4), schemes.zb_v(2, 4), schemes.chimera(2, 4)], ids=str
+)
+def test_gradients_of_added_losses_are_on_the_device(schedule: Schedule, recompute: str) -> None:
+    """The backward of a loss begins there; otherwise they would be sent as tensors of the host."""
+
+    def work() -> tuple[list[float], list[Tensor]]:
+        with cf.Pipeline(
+            layers(), squares, schedule, optimizer=SGD, recompute=recompute, **INSISTS
+        ) as pipeline:
+            losses = [pipeline.step(*data(8, 3)).loss for _ in range(3)]
+            return losses, [value.cpu() for value in pipeline.model_state_dict().values()]
+
+    plain, on_device = (
+        cf.launch(work, workers=2, transport=transport, timeout_seconds=60)[0]
+        for transport in ("local", "strict-nccl")
+    )
+    torch.testing.assert_close(on_device, plain, rtol=1e-12, atol=1e-12)
+
+
 def test_every_scheme_trains_as_one_process() -> None:
     for schedule in (
         schemes.gpipe(4, 4),

@@ -24,6 +24,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from typing_extensions import override
@@ -235,13 +236,14 @@ class PlainPass(StagePass):
     Attributes:
         inputs: leaves of the graph.
         edges: places in the graph where the backward begins.
+        seeds: gradients of a last stage's loss, on its device: autograd would make them where it keeps it.
         graded: for each output that was published as requiring a gradient, True if it has one after a
             recomputation; None: all have.
         saved: storages that are counted as saved.
         detach_points: detach points of the graph; None: it has none.
     """
 
-    __slots__ = ("_ended", "detach_points", "edges", "graded", "inputs", "saved")
+    __slots__ = ("_ended", "detach_points", "edges", "graded", "inputs", "saved", "seeds")
 
     def __init__(
         self, stage: RunnableStage, rows: SampleRows, step: int, head: Head, meter: SavedBytes
@@ -249,6 +251,7 @@ class PlainPass(StagePass):
         super().__init__(stage, rows, step, head, meter)
         self.inputs: list[Tensor] = []
         self.edges: Sequence[GradientEdge] = ()
+        self.seeds: Sequence[Tensor] = ()
         self.graded: Sequence[bool] | None = None
         self.saved: list[SavedStorage] = []
         self.detach_points: DetachPoints | None = None
@@ -314,8 +317,10 @@ class PlainPass(StagePass):
         edges = self.edges
         if self.graded is not None and gradients:
             gradients = [g for g, graded in zip(gradients, self.graded, strict=True) if graded]
-        known = [gradient for gradient in gradients if gradient is not None]
-        if len(known) < len(gradients):
+        known: Sequence[Tensor] = [gradient for gradient in gradients if gradient is not None]
+        if not gradients:
+            known = self.seeds
+        elif len(known) < len(gradients):
             edges = [e for e, gradient in zip(edges, gradients, strict=True) if gradient is not None]
         if (around := self.stage.backward_context(self.meter)) is None:
             self._differentiate(edges, known)
@@ -342,7 +347,9 @@ class PlainPass(StagePass):
     @override
     def settle(self) -> None:
         if self.outputs:
-            self.edges = [gradient_edge(t) for t in self.outputs if t.requires_grad]
+            graded = [tensor for tensor in self.outputs if tensor.requires_grad]
+            self.edges = [gradient_edge(tensor) for tensor in graded]
+            self.seeds = [torch.ones_like(tensor) for tensor in graded] if self.stage.last else ()
             self.outputs = []
         elif self._ended:
             self.inputs, self.edges, self.detach_points = [], (), None
