@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 LIST = ROOT / "tests" / "slow.txt"
 ALWAYS = (
     "capture/test_families.py::test_the_layers_are_the_model",
+    "capture/test_families.py::test_tokens_of_decoders_are_those_of_their_own_generate",
     "capture/test_layers.py::test_stages_train_as_one_process",
     "docs/test_readme.py::test_messages_in_troubleshooting_are_the_librarys",
     "examples/test_examples.py::test_own_model_trains_and_goes_on",
@@ -37,6 +38,7 @@ ALWAYS = (
     "runtime/execution/test_added_losses.py::test_options",
     "runtime/execution/test_evaluation.py::test_options",
     "runtime/execution/test_slices.py::test_further_options_with_slices",
+    "runtime/stages/test_captured.py::test_replays_have_the_numbers_of_plain_torch",
     "runtime/stages/test_compiled.py::test_compiled_layers_give_the_same",
     "runtime/stages/test_split_graphs.py::test_numbers_are_those_of_plain_stages",
     "runtime/test_counted_memory.py::test_one_worker_is_counted_as_it_is_measured",
