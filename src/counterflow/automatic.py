@@ -19,9 +19,10 @@ from .measure import profile_cache
 from .measure.layer_chain import LayerChain
 from .measure.layer_times import Subject
 from .measure.model_profile import Description, Measurement, measurement_of
+from .measure.optimizer_trial import optimizer_name
 from .measure.survey import survey_of_workers
 from .measure.user_model import RepeatedSamples
-from .planning.prediction import Parts
+from .planning.prediction import Parts, seconds_text
 from .planning.search.constraints import Constraints
 from .planning.search.search import search
 from .planning.search.search_result import TOLERANCE, Plan, SearchResult
@@ -97,12 +98,7 @@ def _subject(request: ScheduleRequest, samples: int) -> Subject:
         optimizer=request.optimizer,
         batch=RepeatedSamples(request.example, samples),
         seed=execution.seed,
-        execution=Execution(
-            autocast=execution.autocast,
-            compute_dtype=execution.compute_dtype,
-            compile=execution.compile,
-            digest_every=0,
-        ),
+        execution=execution.of_measurement(),
         batching=request.batching,
         fills_meta=True,
     )
@@ -125,8 +121,7 @@ def _measured(subject: Subject, sizes: list[int], transport: Transport) -> Measu
     if first:
         profile_cache.announce(chain, workers, folder)
     survey = survey_of_workers(subject, chain, sizes, repeats=profile_cache.REPEATS)
-    optimizer = type(profile_cache.optimizer_of(subject)).__name__
-    description = Description("model", optimizer, "cf.profile")
+    description = Description("model", optimizer_name(subject.optimizer), "cf.profile")
     measurement = measurement_of(survey, description, repeats=profile_cache.REPEATS)
     if first:
         profile_cache.write(measurement, folder)
@@ -166,7 +161,7 @@ def text_of(result: SearchResult) -> str:
     parts = plan.play.parts()
     losses = {name: getattr(parts, name) for name in Parts.__slots__ if name != "compute"}
     limit = max(losses, key=lambda name: losses[name])
-    text = f'schedule="auto": {_named(plan)}, {_milliseconds(plan)} a step planned'
+    text = f'schedule="auto": {_named(plan)}, {_step_text(plan)} a step planned'
     if losses[limit] >= _SHOWN * plan.seconds:
         text += f" ({losses[limit] / plan.seconds:.0%} of it {limit})"
     peak = max(plan.prediction.peak_bytes)
@@ -175,14 +170,14 @@ def text_of(result: SearchResult) -> str:
     if not schemes:
         return f"{text}; no other scheme is possible"
     second = schemes[0]
-    text += f"; second-best {_named(second)}: {_milliseconds(second)}"
+    text += f"; second-best {_named(second)}: {_step_text(second)}"
     if second.seconds < plan.seconds:
         text += f" (within {TOLERANCE:.0%} the simpler one is taken)"
     return text
 
 
-def _milliseconds(plan: Plan) -> str:
-    return f"{1e3 * plan.seconds:.4g} ms"
+def _step_text(plan: Plan) -> str:
+    return seconds_text(plan.seconds, plan.play.range_seconds)
 
 
 def _named(plan: Plan) -> str:

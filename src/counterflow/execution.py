@@ -226,7 +226,8 @@ class Execution(Options):
         ge=0,
         le=_MANY,
     )
-    """Number of first steps in which the bytes saved for backward are counted."""
+    """Number of first steps in which the bytes saved for backward are counted; with 0 the first one's memory
+    is not compared with that of the device either."""
 
     seed: int = option(
         0,
@@ -236,6 +237,16 @@ class Execution(Options):
         lt=2**64,
     )
     """Seed of weights on the meta device and of all random draws of the layers."""
+
+    def of_measurement(self) -> Execution:
+        """The options that change what a layer costs, without checks that a measurement would time."""
+        return Execution(
+            autocast=self.autocast,
+            compute_dtype=self.compute_dtype,
+            compile=self.compile,
+            digest_every=0,
+            count_memory_steps=0,
+        )
 
     @property
     def max_norm(self) -> float | None:

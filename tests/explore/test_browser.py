@@ -414,7 +414,7 @@ def test_plans_begin_with_one_that_opens_and_is_saved(page: Page, server: str, t
     expect(page.get_by_role("group", name="Costs", exact=True)).to_contain_text("The plan's costs")
     seen(page)
     page.get_by_label("seconds", exact=True).fill("1")
-    page.get_by_role("button", name="Compute the best order").click()
+    page.get_by_role("button", name="Compute the order").click()
     expect(page.locator("canvas")).to_have_count(2)
     expect(page.get_by_role("group", name="Costs of the second")).to_contain_text("The plan's costs")
     page.get_by_role("button", name="Give other costs").first.click()
@@ -424,10 +424,17 @@ def test_plans_begin_with_one_that_opens_and_is_saved(page: Page, server: str, t
 def test_an_order_is_computed_beside_its_schedule(page: Page, server: str) -> None:
     opened(page, server + DAPPLE)
     page.get_by_label("backwards").select_option("yes")
-    page.get_by_role("button", name="Compute the best order").click()
+    page.get_by_role("button", name="Compute the order").click()
     expect(page.locator("canvas")).to_have_count(2, timeout=60_000)
-    expect(page.get_by_role("group", name="Best order")).to_contain_text("none: no order is better")
+    expect(page.get_by_role("group", name="Computed order")).to_contain_text("none: no order is better")
     assert "b.file=" in page.url
+    region = page.get_by_role("group", name="Computed order")
+    expect(region).to_contain_text("the best named scheme, zb-h1")
+    box = region.bounding_box()
+    assert box is not None
+    assert box["y"] + box["height"] < SIZE["height"]  # beside the pictures, not below what is seen
+    region.get_by_text("Bound, and how to get it").click()
+    expect(region).to_contain_text("counterflow synthesize --placement 0,1")
 
 
 def _tab_to(page: Page, tag: str, text: str = "") -> None:

@@ -11,10 +11,16 @@ import pytest
 from starlette.testclient import TestClient
 
 from counterflow.errors import ConfigError
-from counterflow.explore.best_orders import order, workload_of
+from counterflow.explore.best_orders import command_of, order, workload_of
 from counterflow.explore.jobs import Jobs
 from counterflow.explore.plan_answers import changed, known, plan, task_of
-from counterflow.explore.requests import OrderRequest, PlanRequest, ScheduleReference, SearchInput
+from counterflow.explore.requests import (
+    OrderRequest,
+    PlanRequest,
+    RequestCosts,
+    ScheduleReference,
+    SearchInput,
+)
 from counterflow.planning.inputs import input_files
 from counterflow.planning.task import load_example
 from counterflow.schedule import schemes
@@ -46,6 +52,24 @@ def test_an_order_is_computed_in_a_process(client: TestClient) -> None:
     facts = dict(report["result"]["facts"])
     assert facts["gap"] == "none: no order is better"
     assert facts["makespan"] == facts["lower bound"]
+    said, makespan = report["result"]["said"], facts["makespan"]
+    assert said.startswith(f"Computed order: {makespan}, and no order is better; the best named scheme, zb-")
+    words = "--placement 0,1 --micro-batches 4 --peak 2 --seconds 5 --out order.json"
+    assert report["result"]["command"] == f"counterflow synthesize {words}"
+
+
+def test_a_command_computes_the_same_workload() -> None:
+    costs: Any = RequestCosts(forward="1,2", backward="3")
+    for schedule, words in (
+        (schemes.chimera(stages=2, micro_batches=4), "--placement 0,1/1,0 --micro-batches 4 --no-split"),
+        (schemes.zb_v(workers=2, micro_batches=3), "--placement 0,1,1,0 --micro-batches 3"),
+    ):
+        reference = ScheduleReference(scheme=schedule.scheme, costs=costs)
+        request = OrderRequest(subject=reference, objective="steady", seconds=0.5)
+        expected = f"{words} --forward 1,2 --backward 3 --objective steady --seconds 0.5 --out order.json"
+        assert command_of(request, schedule.workload) == f"counterflow synthesize {expected}"
+    doubled = schemes.chimera(stages=2, micro_batches=4, concat="forward-doubling").workload
+    assert command_of(OrderRequest(subject=ScheduleReference(scheme="chimera")), doubled) is None
 
 
 def test_a_search_imports_nothing_from_the_current_folder(

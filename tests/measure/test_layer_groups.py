@@ -14,8 +14,9 @@ from torch.nn.functional import cross_entropy
 import counterflow as cf
 from counterflow.errors import ConfigError
 from counterflow.measure.boundary_values import BoundaryValues, passes_of
-from counterflow.measure.layer_groups import WORKER_BYTES, LayerGroup
+from counterflow.measure.layer_groups import LayerGroup
 from counterflow.measure.model_profile import Measurement
+from counterflow.runtime.counted_memory import WORKER_BYTES
 
 _FROM_SECONDS = {"attention_share", "fixed_share", "low_factors", "high_factors", "waiting_share"}
 """Numbers of a profile that follow from seconds, in addition to these."""

@@ -83,6 +83,19 @@ class Rotary(nn.Module):
         return torch.as_tensor(self.head(x)).transpose(1, 2)
 
 
+class Masked(nn.Module):
+    """A layer whose buffers are larger than its weights: a mask, and statistics of a batch norm."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(width, width), nn.BatchNorm1d(width)
+        self.mask = nn.Buffer(torch.rand(2 * width, width), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = x + self.norm(self.up(x)).relu() * self.mask.mean(0)
+        return output
+
+
 def images(model: nn.Module, target: Tensor, loss: Callable[..., Tensor]) -> Parts:
     return model, loss, (torch.randn(SAMPLES, 3, 16, 16), target)
 
@@ -93,6 +106,9 @@ def parts(name: str) -> Parts:
         return images(UNet(), torch.randn(SAMPLES, 3, 16, 16), mse_loss)
     if name == "resnet":
         return images(ResNet(), torch.randint(10, (SAMPLES,)), cross_entropy)
+    if name == "masked":
+        x = torch.randn(SAMPLES, 64)
+        return nn.Sequential(*(Masked() for _ in range(6))), mse_loss, (x, x)
     tokens = torch.randint(1, 64, (SAMPLES, 64))
     return Rotary(), cross_entropy, (tokens, tokens)
 
@@ -115,7 +131,7 @@ def profiled(name: str) -> tuple[Model, Profile]:
     return model, assembled(measured.layers, [row], kinds=chain.measured_kinds)
 
 
-@pytest.mark.parametrize("name", ["unet", "resnet", "rotary"])
+@pytest.mark.parametrize("name", ["unet", "resnet", "rotary", "masked"])
 def test_planned_memory_is_that_which_the_engine_counts(name: str) -> None:
     ((model, profile),) = launch(profiled, name, workers=1, transport="local")
     link = Link(0.0, 0.0)
@@ -125,6 +141,7 @@ def test_planned_memory_is_that_which_the_engine_counts(name: str) -> None:
         ("dapple", Recompute.NONE),
         ("chimera", Recompute.NONE),
         ("gpipe", Recompute.LAYER),
+        ("pipedream-2bw", Recompute.NONE),
     ):
         options = {"stages": 2, "micro_batches": 4}
         plan = Configuration.of(scheme, options, 1, SAMPLES // 4, recompute=recompute)
@@ -135,5 +152,8 @@ def test_planned_memory_is_that_which_the_engine_counts(name: str) -> None:
             cuts=list(play.stages.cuts),
             recompute=recompute,
         )
+        weights = [worker.parts()["weights"] for worker in play.memory]
+        counts = [worker.weights for worker in counted.workers]
+        assert weights == pytest.approx(counts, rel=0.02), (scheme, recompute)
         planned = max(worker.total for worker in play.memory)
         assert planned == pytest.approx(counted.peak_bytes, rel=0.05), (scheme, recompute)

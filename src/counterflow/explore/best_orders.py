@@ -1,18 +1,21 @@
-"""The best order for what a schedule computes, by ``synthesize``; in the words of the page."""
+"""The computed order of what a schedule computes, by ``synthesize``; in the words of the page."""
 
 from __future__ import annotations
 
 import math
+import shlex
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from counterflow.drawing.chart import percent
 from counterflow.drawing.time_units import time_unit
 from counterflow.schedule.formats import dumps, loads
-from counterflow.schedule.ir import Schedule
+from counterflow.schedule.ir import OpKind, Schedule
 from counterflow.schedule.workload import Workload, plain
 from counterflow.simulation import Costs
-from counterflow.synthesis import synthesize
+from counterflow.synthesis import Synthesis, synthesize
 
 from .requests import OrderRequest, limits_of
 
@@ -49,8 +52,9 @@ def order(
                 values | {"said": f"best {values['best']}, bound {values['bound']}: {doing}", "share": share}
             )
 
+    workload = workload_of(schedule, request.split)
     result = synthesize(
-        workload_of(schedule, request.split),
+        workload,
         costs,
         **limits_of(request.peak, request.memory, schedule),
         objective=request.objective,
@@ -61,6 +65,8 @@ def order(
     return {
         "schedule": dumps(result.schedule),
         "facts": _facts(result, costs),
+        "said": _sentence(result, costs),
+        "command": None if planned is not None and asked_costs is None else command_of(request, workload),
         "reason": result.bound.reason,
         "stopped": result.stopped,
     }
@@ -71,14 +77,67 @@ def workload_of(schedule: Schedule, split: bool | None) -> Workload:
     work = schedule.workload
     if split is None:
         return work
+    return plain(work.placement, work.micro_batches, pipe_of=_pipes_of(work), split=split)
+
+
+def _pipes_of(work: Workload) -> list[int]:
     pipes = [0] * work.total_micro_batches
     for passage in work.passes:
         for batch in passage.micro_batches:
             pipes[batch] = passage.pipe
-    return plain(work.placement, work.micro_batches, pipe_of=pipes, split=split)
+    return pipes
 
 
-def _facts(result: Any, costs: Costs) -> list[list[str]]:
+def command_of(request: OrderRequest, workload: Workload) -> str | None:
+    """The command that computes the order in a terminal; None: none has this workload.
+
+    >>> from counterflow.explore.requests import ScheduleReference
+    >>> from counterflow.schedule.schemes import zb_v
+    >>> request = OrderRequest(subject=ScheduleReference(scheme="zb-v"), peak="4", seconds=5)
+    >>> command_of(request, zb_v(workers=2, micro_batches=4).workload)
+    'counterflow synthesize --placement 0,1,1,0 --micro-batches 4 --peak 4 --seconds 5 --out order.json'
+    """
+    placement = workload.placement
+    split = any(op.kind is OpKind.WEIGHT_GRADIENTS for op in workload.ops())
+    count, pipes = workload.micro_batches, _pipes_of(workload)
+    of_command = Counter(number % placement.pipes for number in range(count))  # micro-batches are alike
+    if plain(placement, count, split=split, pipe_of=pipes) != workload or Counter(pipes) != of_command:
+        return None
+    table = "/".join(",".join(map(str, holders)) for holders in placement.pipes_stages)
+    costs = {} if request.subject.costs is None else request.subject.costs.model_dump(exclude_none=True)
+    flags = {
+        "placement": table,
+        "micro_batches": count,
+        **costs,
+        "peak": request.peak,
+        "memory": request.memory,
+        "objective": None if request.objective == "makespan" else request.objective,
+        "seconds": f"{request.seconds:g}",
+        "out": "order.json",
+    }
+    words = ["counterflow synthesize"]
+    for name, value in flags.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value not in (None, ""):
+            words.append(f"--{flag} {shlex.quote(str(value))}")
+        if name == "micro_batches" and not split:
+            words.append("--no-split")
+    return " ".join(words)
+
+
+def _sentence(result: Synthesis, costs: Costs) -> str:
+    unit = time_unit(result.makespan, in_forwards=costs.in_forwards)
+    text = f"Computed order: {unit.text(result.value)}, "
+    text += "and no order is better" if result.proved else f"at most {percent(result.gap)} from the best"
+    if result.named is None:
+        return f"{text}; no named scheme has these ops within the limits"
+    name, value = result.named
+    return f"{text}; the best named scheme, {name}: {unit.text(value)}"
+
+
+def _facts(result: Synthesis, costs: Costs) -> list[list[str]]:
     unit = time_unit(result.makespan, in_forwards=costs.in_forwards)
     rows = [
         [str(result.objective), unit.text(result.value)],

@@ -182,7 +182,7 @@ def _row(plan: Plan) -> dict[str, Any]:
         "micro_batches": prediction.micro_batches,
         "recompute": configuration.recompute.value,
         "sync": configuration.sync.value,
-        "step": _seconds(prediction.step_seconds),
+        "step": prediction.step_text,
         "throughput": compact(prediction.samples_per_second),
         "bubbles": f"{100 * prediction.bubble_ratio:.1f} %",
         "memory": byte_size(max(prediction.peak_bytes)),

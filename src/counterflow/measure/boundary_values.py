@@ -18,9 +18,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from counterflow.api.aux_loss import added_losses
+from counterflow.common.tensors.fake_layers import fake_layers
 from counterflow.common.trees import tensors_in
-
-from .fake_layers import fake_layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from counterflow.api.aux_loss import added_losses
 from counterflow.api.skip import LoadSkip, SaveSkip
 from counterflow.capture.layer import CapturedLayer
-
-from .fake_layers import fake_layers
+from counterflow.common.tensors.fake_layers import fake_layers
 
 _LOG = logging.getLogger(__name__)
 

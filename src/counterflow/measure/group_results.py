@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 
-import torch
 from torch import nn
 
-from counterflow.runtime.parameters.optimizers import MakeOptimizer, Parameters
 from counterflow.runtime.workers.world import current_transport
 
 from .layer_groups import LayerGroup
 from .layer_times import AtLengths, AtSize, Subject
-from .stages.allocations import allocated
+from .optimizer_trial import updates_together
 
 
 def joined_sizes(
@@ -36,7 +34,7 @@ def joined_sizes(
     update = replace(
         results[0].update,
         layers=tuple(n for group, x in zip(groups, results, strict=True) for n in group.of(x.update.layers)),
-        together=_updates_together(subject.optimizer),
+        together=updates_together(subject.optimizer, current_transport().device),
         states=_mean([result.update.states for result in results], trained),
         norm_bytes_per_byte=max(result.update.norm_bytes_per_byte for result in results),
         norm_peak_bytes=_norm_peak(
@@ -67,27 +65,6 @@ def joined_lengths(groups: Sequence[LayerGroup], results: Sequence[AtLengths | N
     )
     state_bytes = tuple(size for group, result in parts for size in group.of(result.state_bytes))
     return replace(known[0], seconds=seconds, state_bytes=state_bytes)
-
-
-def _updates_together(make_optimizer: MakeOptimizer) -> bool:
-    """True if an optimizer updates weights at once, so their memory adds up."""
-
-    def peak(count: int) -> int:
-        device = current_transport().device
-        weights = [nn.Parameter(torch.zeros(*_SHAPE, device=device)) for _ in range(count)]
-        optimizer = make_optimizer(Parameters([(f"weight{n}", weight) for n, weight in enumerate(weights)]))
-        for weight in weights:
-            weight.grad = torch.zeros_like(weight)
-        optimizer.step()  # makes the states
-        with allocated(device) as update:
-            optimizer.step()
-        return update.peak
-
-    return 2 * peak(2) > 3 * peak(1)
-
-
-_SHAPE = 64, 64
-"""Shape of the weights whose updates are compared."""
 
 
 def _norm_peak(elements: Sequence[int], peaks: Sequence[int]) -> int:

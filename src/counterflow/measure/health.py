@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from counterflow.common import network_interfaces
 from counterflow.common.json_models import Result, describe
+from counterflow.common.number_texts import byte_size
 from counterflow.runtime.transport.kinds import GLOO, NCCL
 from counterflow.runtime.workers import world
 
@@ -122,7 +123,7 @@ def _version(name: str) -> str | None:
 def _devices() -> Iterator[Finding]:
     here = os.cpu_count() or 1
     yield Finding("CPU", f"{processor()}, {cores()} of {here} cores")
-    yield Finding("memory", f"{memory_bytes('cpu', 1) / GIB:.4g} GiB")
+    yield Finding("memory", byte_size(memory_bytes("cpu", 1)))
     if not gpus():
         built = torch.version.cuda
         text = f"none is visible to torch for CUDA {built}" if built else "none: this torch is for the CPU"
@@ -131,7 +132,7 @@ def _devices() -> Iterator[Finding]:
     for index in range(gpus()):
         about = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
-        used = f"{free / GIB:.4g} of {total / GIB:.4g} GiB free"
+        used = f"{byte_size(free)} of {byte_size(total)} free"
         kind = f"{about.name}, compute capability {about.major}.{about.minor}"
         advice = "" if free > total / 2 else "another process uses half of it or more"
         yield Finding(f"GPU {index}", f"{kind}, {used}", None if advice else True, advice)
@@ -181,7 +182,7 @@ def _limits() -> Iterator[Finding]:
         shared = shutil.disk_usage("/dev/shm")  # noqa: S108  (looked at, not written)
         enough = shared.free >= _LEAST_SHARED
         advice = "" if enough else "NCCL and copies for restarts need it; use docker run --shm-size"
-        free = f"{shared.free / GIB:.4g} of {shared.total / GIB:.4g} GiB free"
+        free = f"{byte_size(shared.free)} of {byte_size(shared.total)} free"
         yield Finding("shared memory", free, enough or None, advice)
     except OSError:
         yield Finding("shared memory", "no /dev/shm", None, "copies for restarts are not possible")

@@ -80,6 +80,7 @@ def layer_profile(
         **curves,
         weights_bytes=float(first.weights_bytes),
         output_bytes=output_bytes,
+        buffer_bytes=float(first.buffer_bytes),
         cast_bytes=float(first.cast_bytes),
         frozen_bytes=float(sum(p.nbytes for p in parameters if not p.requires_grad)),
         update_peak_bytes=float(max(largest.update.layers[i] for i in members)),

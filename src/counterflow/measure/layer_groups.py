@@ -8,7 +8,6 @@ Invariant: all workers measure the same groups, and a layer's numbers do not dep
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, cast
@@ -22,16 +21,13 @@ from counterflow.common.tensors.dtypes import dtype_of
 from counterflow.common.trees import tensors_in
 from counterflow.errors import ConfigError
 from counterflow.runtime.counted_memory import available_bytes_here
-from counterflow.runtime.parameters.optimizers import Parameters
 from counterflow.runtime.workers.world import current_transport
 
 from .boundary_values import BoundaryValues, LayerPass, passes_of
 from .equal_layers import passes_values
 from .layer_chain import LayerChain, with_values
 from .layer_times import MICRO_BATCHES, Subject
-
-WORKER_BYTES = "COUNTERFLOW_WORKER_BYTES"
-"""Environment variable with the bytes of a worker's memory, if measuring is to use less than there are."""
+from .optimizer_trial import states_per_byte
 
 _COPIES = 2
 """Pipelines that are timed alternately, each with weights, gradients and states of its own."""
@@ -164,7 +160,7 @@ def groups_of(
     if limit is None:
         return (LayerGroup(0, len(layers), len(layers)),)
     passes = _passes(subject, layers, sizes)
-    states = _states_per_byte(subject)
+    states = states_per_byte(subject.optimizer)
     filled = subject.fills_meta and any(tensor.is_meta for layer in layers for tensor in layer.parameters())
     copies = _COPIES + int(filled and current_transport().device.type == "cpu")
     known: Sequence[LayerPass | None] = passes or [None] * len(layers)
@@ -216,9 +212,7 @@ def values_of(subject: Subject, chain: LayerChain) -> BoundaryValues:
 def _limit(workers: int) -> int | None:
     """Bytes of the worker that has the least; None: not known."""
     transport = current_transport()
-    text = os.environ.get(WORKER_BYTES)
-    here = int(text) if text else available_bytes_here(workers)
-    known = cast("list[int | None]", transport.gather_objects(here))
+    known = cast("list[int | None]", transport.gather_objects(available_bytes_here(workers)))
     return min((amount for amount in known if amount is not None), default=None)
 
 
@@ -229,16 +223,6 @@ def _passes(subject: Subject, layers: Sequence[nn.Module], sizes: Sequence[int])
         return passes_of(layers, subject.batch(samples)[0], dtype_of(subject.execution.compute_dtype))[1]
     except Exception:
         return None
-
-
-def _states_per_byte(subject: Subject) -> float:
-    """Bytes of the optimizer's states per byte of a weight."""
-    weight = nn.Parameter(torch.zeros(8, 8))
-    optimizer = subject.optimizer(Parameters([("weight", weight)]))
-    weight.grad = torch.zeros_like(weight)
-    optimizer.step()
-    states = (value for state in optimizer.state.values() for value in state.values())
-    return sum(x.nbytes for x in states if isinstance(x, Tensor) and x.dim()) / weight.nbytes
 
 
 def _bytes(value: Any) -> int:

@@ -17,29 +17,24 @@ import torch
 
 from counterflow.common.plurals import plural
 from counterflow.errors import ConfigError
-from counterflow.runtime.parameters.optimizers import Parameters
 from counterflow.runtime.transport.kinds import GLOO, NCCL
 
 from .layer_chain import LayerChain
 from .layer_times import Subject, SubjectSource
 from .machine import cores, device_name
 from .model_profile import Description, Measurement, measure_model
+from .optimizer_trial import trial_optimizer
 
 CACHE = "COUNTERFLOW_CACHE"
 """Environment variable with the folder of cached profiles."""
 
 LOG = logging.getLogger("counterflow.auto")
 
-_METHOD = 2
+_METHOD = 3
 """Number of the way of measuring; another one makes kept profiles stale."""
 
 REPEATS = 5
 """Number of measurements, of which the median counts."""
-
-
-def optimizer_of(subject: Subject) -> torch.optim.Optimizer:
-    """An optimizer of the subject, of one small weight."""
-    return subject.optimizer(Parameters([("weight", torch.nn.Parameter(torch.zeros(1, 1)))]))
 
 
 def folder_of(
@@ -63,7 +58,7 @@ def folder_of(
         device: their device, cuda or cpu.
         threads: threads of each.
     """
-    optimizer = optimizer_of(subject)
+    optimizer = trial_optimizer(subject.optimizer)
     switches = {name: value for name, value in optimizer.defaults.items() if isinstance(value, bool)}
     parts = (
         (_METHOD, torch.__version__),

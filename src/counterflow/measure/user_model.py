@@ -22,6 +22,7 @@ from counterflow.runtime.mini_batch.samples import samples_in
 from counterflow.runtime.parameters.optimizers import MakeOptimizer
 
 from .layer_times import Subject
+from .optimizer_trial import optimizer_name
 
 DEFAULT_OPTIMIZER: MakeOptimizer = partial(torch.optim.AdamW, lr=0.001)
 """Optimizer of a model that comes without."""
@@ -93,7 +94,7 @@ class UserModel:
     @property
     def optimizer_name(self) -> str:
         """Class of the optimizer."""
-        return type(self.optimizer([nn.Parameter(torch.zeros(1, 1))])).__name__
+        return optimizer_name(self.optimizer)
 
     def __call__(self) -> Subject:
         """The subject of a measurement.
@@ -107,12 +108,7 @@ class UserModel:
             optimizer=self.optimizer,
             batch=RepeatedSamples(self.example, self.samples),
             seed=self.seed,
-            execution=Execution(
-                autocast=self.execution.autocast,
-                compute_dtype=self.execution.compute_dtype,
-                compile=self.execution.compile,
-                digest_every=0,
-            ),
+            execution=self.execution.of_measurement(),
             fills_meta=True,
         )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from counterflow.common.html import preformatted, table, titled
+from counterflow.common.number_texts import byte_size
 from counterflow.common.parallel_degrees import DEGREES, Degrees, by_letter
 from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue
@@ -228,7 +229,7 @@ def ranking(predictions: Iterable[Prediction]) -> str:
     )
     rows = []
     for prediction in predictions:
-        plan, peak = prediction.configuration, max(prediction.peak_bytes) / 2**30
+        plan, peak = prediction.configuration, byte_size(max(prediction.peak_bytes))
         rows.append(
             (
                 *(plan.scheme, prediction.workers, plan.replicas),
@@ -236,7 +237,7 @@ def ranking(predictions: Iterable[Prediction]) -> str:
                 *(plan.samples, prediction.micro_batches),
                 *(plan.recompute.value, plan.sync.value, prediction.step_text),
                 *(f"{prediction.samples_per_second:.4g}", f"{prediction.bubble_ratio:.1%}"),
-                f"{peak:.4g} GiB{'' if prediction.fits else ': too large'}",
+                f"{peak}{'' if prediction.fits else ': too large'}",
             )
         )
     return table(heads, rows)

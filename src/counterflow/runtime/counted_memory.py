@@ -12,7 +12,7 @@ from counterflow.schedule.ir import Schedule
 from counterflow.schedule.registry import schedule_of
 
 from .assembly.pipeline_arguments import PipelineArguments
-from .footprint.available import available_bytes_here, available_bytes_on, warn_of_step
+from .footprint.available import WORKER_BYTES, available_bytes_here, available_bytes_on
 from .footprint.count import MemorySubject, count_memory
 from .footprint.footprint import Memory, shortage
 from .footprint.virtual_model import virtual_batch
@@ -20,7 +20,7 @@ from .mini_batch.loss_output import LossFunction
 from .parameters.optimizers import MakeOptimizer
 from .pipeline import PARAMETERS, Pipeline
 
-__all__ = ["Memory", "available_bytes_here", "available_bytes_on", "memory", "shortage", "warn_of_step"]
+__all__ = ["WORKER_BYTES", "Memory", "available_bytes_here", "available_bytes_on", "memory", "shortage"]
 
 
 def memory(

@@ -26,8 +26,8 @@ from .assembly.pipeline_arguments import PipelineArguments
 from .engine import build_engine
 from .execution.evaluation import PendingEvaluation
 from .execution.step import Evaluation, Step
-from .footprint.available import warn_of_states
 from .footprint.count import MemorySubject, count_memory, shared_count
+from .footprint.first_step import FirstStep
 from .footprint.footprint import Memory
 from .generation import Sampling
 from .mesh.parallel import Parallelize
@@ -177,6 +177,12 @@ class Pipeline(PipelineStates, PipelineProperties):
         self.replica, self.worker = workers.replica, workers.worker
         self.stages, self.loss_function, self.dims = local.stages, local.loss_function, local.dims
         self.weights, self.streams, self.compression = engine.weights, engine.streams, engine.compression
+        if execution.count_memory_steps:
+            layers = () if self.dims.further else engine.model.layers
+            modules = [[layer.module for layer in stage] for stage in layers]
+            engine.training.first_step = FirstStep(
+                self.schedule, execution, workers, self.weights, modules, self._counted
+            )
         self._sealed = True
 
     def close(self) -> None:
@@ -261,8 +267,6 @@ class Pipeline(PipelineStates, PipelineProperties):
             WorkerError: a worker failed, or the loss or a gradient is not finite. The pipeline is closed
                 then, as after all errors but that one, and later calls repeat the error.
         """
-        if not self.steps:
-            warn_of_states(self.optimizers.values(), self.device, self.worker)
         user_batch = partial(self._engine.batches.user_batch, inputs, targets, kwargs, micro_batches, samples)
         return self._engine.training.step(user_batch, update=update, outputs=outputs)
 
@@ -334,11 +338,18 @@ class Pipeline(PipelineStates, PipelineProperties):
             "micro_batches": micro_batches,
             "samples": samples,
         }
-        arguments = replace(self._arguments, cuts=self.cuts, costs=None)
-        subject = MemorySubject(arguments, batch, self.replicas)
+        subject = self._memory_subject(batch)
         with self._engine.guard.reported():
             self._engine.guard.agree(CallKind.MEMORY)
-            return shared_count(partial(count_memory, type(self), subject), self.transport)
+            count = partial(count_memory, type(self), subject)
+            return shared_count(count, self.transport, self.weights.held_bytes())
+
+    def _memory_subject(self, batch: dict[str, Any]) -> MemorySubject:
+        return MemorySubject(replace(self._arguments, cuts=self.cuts, costs=None), batch, self.replicas)
+
+    def _counted(self, micro_batches: list[Any], samples: Sequence[int]) -> Memory:
+        subject = self._memory_subject({"micro_batches": micro_batches, "samples": samples})
+        return count_memory(type(self), subject, None)
 
     # -- forwards alone
 

@@ -14,6 +14,7 @@ from .assembly.local_stages import LocalStages
 from .call_guard import CallGuard
 from .execution.runner import Runner
 from .execution.step import Step
+from .footprint.first_step import FirstStep
 from .inference import Inference
 from .inspection import Inspection
 from .intake import Intake
@@ -64,6 +65,8 @@ class TrainingSteps:
         self._streams, self._witness = streams, witness
         self._inference, self._inspection = inference, inspection
         self.counted_steps = counted_steps
+        self.first_step: FirstStep | None = None
+        """Check of the first step's memory, until it is made."""
 
     def step(self, user_batch: Callable[[], UserBatch], *, update: bool, outputs: bool) -> Step:
         """Train on a mini-batch, as ``Pipeline.step``; ``user_batch`` reads the user's arguments."""
@@ -79,6 +82,9 @@ class TrainingSteps:
                 batch = self._intake.batch(
                     checked, CallKind.STEP if update else CallKind.KEEP, outputs=outputs
                 )
+                first_step, self.first_step = self.first_step, None
+                if first_step is not None:
+                    first_step.check(batch)
                 self._witness.find_state(batch)
                 if self._witness.due(training=True):
                     self._witness.begin(batch, in_flight=runner.in_flight)

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 
 from counterflow.common.json_models import Result
-from counterflow.execution import Execution
 from counterflow.measure.folder_model import ModelFolder
 from counterflow.measure.layer_times import Subject, same
 from counterflow.measure.measuring_progress import Progress
@@ -113,10 +112,5 @@ def subject_of(job: Job) -> Subject:
         optimizer=job.optimizer,
         batch=partial(job.bundle.batches.batch, 0),
         seed=job.config.train.seed,
-        execution=Execution(
-            autocast=options.autocast,
-            compute_dtype=options.compute_dtype,
-            compile=options.compile,
-            digest_every=0,
-        ),
+        execution=options.of_measurement(),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,7 +15,6 @@ from counterflow.runtime.counted_memory import (
     available_bytes_on,
     memory,
     shortage,
-    warn_of_step,
 )
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.schedule.ir import Schedule
@@ -22,6 +22,8 @@ from counterflow.simulation import Costs, simulate
 
 from .job import Job
 from .stage_mesh import degrees_of
+
+_LOG = logging.getLogger(__name__)
 
 _MOST_LAYER_RUNS = 4096
 """Maximum forwards of layers in the steps of a count: about a minute."""
@@ -86,7 +88,9 @@ def least_shortage(least: Sequence[int], available: int | None) -> str | None:
 
 
 def warn_of_memory(pipeline: Pipeline, schedule: Schedule, costs: Costs, workers: int) -> None:
-    """Warn before the first step if this worker's memory does not suffice for it.
+    """Warn before the first step if this worker's memory does not suffice for what it was measured to save.
+
+    ``Pipeline.step`` warns itself, unless the layers save other tensors than they do alone.
 
     Args:
         pipeline: the worker's.
@@ -94,9 +98,12 @@ def warn_of_memory(pipeline: Pipeline, schedule: Schedule, costs: Costs, workers
         costs: measured costs of the stages.
         workers: workers on this machine.
     """
-    memory_uses = simulate(schedule, costs).memory
-    if memory_uses is not None:
-        saved = memory_uses[pipeline.worker].peak
-        warn_of_step(
-            pipeline.optimizers.values(), pipeline.device, pipeline.worker, saved_bytes=saved, workers=workers
+    execution, memory_uses = pipeline.execution, simulate(schedule, costs).memory
+    if memory_uses is None or not (execution.compile or execution.autocast or pipeline.dims.further):
+        return
+    saved, available = memory_uses[pipeline.worker].peak, available_bytes_on(pipeline.device, workers)
+    if available is not None and saved > available:
+        _LOG.warning(
+            "%s; take fewer samples in a micro-batch, recomputation, or more stages",
+            shortage(pipeline.worker, "more in its first step, saved for backward", saved, available),
         )

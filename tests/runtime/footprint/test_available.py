@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,32 +34,41 @@ def test_states_are_those_of_the_first_update(make: Any, states: int) -> None:
     assert available.future_state_bytes([optimizer]) == (0 if states else expected)
 
 
-def test_states_that_exceed_the_memory_are_warned_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    optimizer, device = torch.optim.AdamW([nn.Parameter(torch.zeros(1024))]), torch.device("cpu")
-    with caplog.at_level(logging.WARNING):
-        available.warn_of_states([optimizer], device, 3)
-        assert not caplog.records
-        monkeypatch.setattr(available, "available_bytes_on", lambda _, workers: 2**12 * workers)
-        available.warn_of_states([optimizer], device, 3)
-    (record,) = caplog.records
-    assert record.getMessage().startswith(
-        "worker 3 needs 8 KiB more for its optimizer's states, and 4 KiB are available to it; "
-    )
+def test_the_machine_is_the_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(available, "_CGROUP", tmp_path / "cgroup")
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:   4096 kB\n")
+    monkeypatch.setattr(available, "_MEMINFO", tmp_path / "meminfo")
+    assert available.available_bytes_on(torch.device("cpu"), 4) == 2**20
+    assert available.available_bytes_on(torch.device("cpu"), 4, allocated=2**10) == 2**20 + 2**10
+    monkeypatch.setenv(available.WORKER_BYTES, "1000")
+    assert available.available_bytes_on(torch.device("cpu"), 4) == 1000
+    assert available.available_bytes_on(torch.device("meta"), 4) == 1000
 
 
-def test_saved_tensors_that_exceed_the_memory_are_warned_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("line", "folder", "files"),
+    [
+        ("0::/job/task", "job", ("memory.max", "memory.current", "inactive_file")),
+        ("0::/not/here", "", ("memory.max", "memory.current", "inactive_file")),
+        (
+            "4:cpu,memory:/job",
+            "memory/job",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ),
+    ],
+)
+def test_a_container_is_a_limit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str, folder: str, files: tuple[str, str, str]
 ) -> None:
-    optimizer, device = torch.optim.AdamW([nn.Parameter(torch.zeros(1024))]), torch.device("cpu")
-    monkeypatch.setattr(available, "available_bytes_on", lambda _, workers: 2**15 // workers)
-    with caplog.at_level(logging.WARNING):
-        available.warn_of_step([optimizer], device, 3, saved_bytes=2**13, workers=2)
-        assert not caplog.records
-        available.warn_of_step([optimizer], device, 3, saved_bytes=2**14, workers=2)
-    (record,) = caplog.records
-    assert record.getMessage().startswith(
-        "worker 3 needs 24 KiB more in its first step (8 KiB of optimizer states, 16 KiB saved for "
-        "backward), and 16 KiB are available to it; "
-    )
+    monkeypatch.delenv(available.WORKER_BYTES, raising=False)
+    (tmp_path / "cgroup").write_text(f"9:cpuset:/\n{line}\n")
+    (tmp_path / "job" / "task").mkdir(parents=True)
+    (tmp_path / "job" / "task" / "memory.max").write_text("max\n")  # of the group above
+    (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+    limit, used, freeable = files
+    (tmp_path / folder / limit).write_text(f"{2**20}\n")
+    (tmp_path / folder / used).write_text(f"{2**19}\n")
+    (tmp_path / folder / "memory.stat").write_text(f"anon 7\n{freeable} {2**10}\n")
+    monkeypatch.setattr(available, "_CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(available, "_CGROUPS", tmp_path)
+    assert available.available_bytes_on(torch.device("cpu"), 1) == 2**19 + 2**10

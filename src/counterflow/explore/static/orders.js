@@ -1,4 +1,4 @@
-// "Compute the best order": for what the first schedule computes, with its costs and the limits of the form.
+// The computed order of what the first schedule computes, with its costs and the limits of the form.
 import { ask, choice, el, facts, field } from "./page.js";
 import { search } from "./jobs.js";
 
@@ -17,11 +17,18 @@ export function orderForm(state, request, taken, errors) {
     wanted.found = answer;
     taken({ file: given.file, name: "computed order", planned, costs: { ...costs }, options: {}, moves: [] });
   };
-  if (wanted.found) result.append(facts(wanted.found.facts), el("p", { class: "soft" }, wanted.found.reason + (wanted.found.stopped ? "; stopped before its end" : "")));
-  const { buttons, progress } = search("Compute the best order", begin, found, errors);
-  return el("fieldset", {}, el("legend", {}, "Best order"),
-    el("p", { class: "soft" }, "Computed for the first schedule's placement, micro-batches and costs within these limits, and shown as the second schedule."),
+  if (wanted.found) {
+    const { said, command, reason, stopped } = wanted.found;
+    result.append(el("p", {}, el("strong", {}, said), "."),
+      el("details", {}, el("summary", {}, "Bound, and how to get it"), facts(wanted.found.facts),
+        el("p", { class: "soft" }, reason + (stopped ? "; stopped before its end" : "")),
+        el("p", {}, command ? "In a terminal:" : "Download its schedule file above."), command ? el("pre", {}, command) : null));
+  }
+  const { buttons, progress } = search("Compute the order", begin, found, errors);
+  buttons.append(
     field("objective", choice([["makespan"], ["steady", "steady step"]], wanted.objective, value => { wanted.objective = value; })),
     field("backwards", choice([["", "as they are"], ["yes", "split"], ["no", "whole"]], wanted.split, value => { wanted.split = value; })),
-    field("seconds", seconds), buttons, progress, result);
+    field("seconds", seconds));
+  return el("fieldset", { class: "order", title: "For the first schedule's placement, micro-batches and costs, within the limits; shown as the second schedule" },
+    el("legend", {}, "Computed order"), buttons, progress, result);
 }

@@ -12,9 +12,9 @@ const FORMS = [["schedule", "Schedule file"], ["csv", "CSV of all ops"], ["png",
 export async function show(place) {
   const records = await ask("/api/schemes"), state = fromAddress(location.search, records);
   const side = el("form", { "aria-label": "What is shown", onsubmit: e => e.preventDefault() }), errors = new Errors(side);
-  const picture = el("div"), told = el("div", { class: "sides" }), bar = el("div", { class: "bar" });
+  const picture = el("div"), told = el("div", { class: "sides" }), bar = el("div", { class: "bar" }), order = el("div");
   const status = el("div", { class: "unseen", role: "status" }), note = el("div");
-  place.append(el("h1", {}, "Schedules"), errors.place, split("Schedule, costs, limits", side, bar, note, picture, help(), told, status));
+  place.append(el("h1", {}, "Schedules"), errors.place, split("Schedule, costs, limits", side, bar, order, note, picture, help(), told, status));
   let timeline = null, asking = false, stale = false, checks = 0, proved = [], noting = 0;
 
   const request = () => ({ subjects: state.subjects.map(subjectOf), peak: state.peak || null,
@@ -36,8 +36,8 @@ export async function show(place) {
         ? el("button", { type: "button", onclick: () => { state.subjects.push(another(state.subjects[0])); changedAll(); } }, "Compare with another")
         : el("button", { type: "button", onclick: () => { state.subjects.pop(); changedAll(); } }, "Without the second")),
       limitForm(state, changed),
-      el("fieldset", {}, el("legend", {}, "Picture"), tick("draw messages", state.messages, value => { state.messages = value; changed(); })),
-      orderForm(state, request, found => { state.subjects[1] = found; changedAll(); }, errors));
+      el("fieldset", {}, el("legend", {}, "Picture"), tick("draw messages", state.messages, value => { state.messages = value; changed(); })));
+    order.replaceChildren(orderForm(state, request, found => { state.subjects[1] = found; changedAll(); }, errors));
     kept();
     const form = el("select", { "aria-label": "Form of the download" }, ...FORMS.map(([name, text]) => el("option", { value: name }, text)));
     bar.replaceChildren(

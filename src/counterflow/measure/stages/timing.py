@@ -84,7 +84,8 @@ def _measured(
     given = list(tensors_in(value))
     sliced = pipeline.schedule.workload.slices > 1
     parameters = copy.parameters()
-    constant = [*parameters, *(b for layer in copy.with_weights for b in layer.module.buffers())]
+    buffers = [buffer for layer in copy.with_weights for buffer in layer.module.buffers()]
+    constant = [*parameters, *buffers]
     if copy.stage == 0:
         constant += given  # the mini-batch belongs to the user
     if target is not None:
@@ -137,6 +138,7 @@ def _measured(
             kept_input_bytes=(round(scale * saved) - round(scale * beyond_input),),
             held_input_bytes=(round(scale * _held([*constant, *kept], passing)) if kept else 0,),
             weights_bytes=sum(p.numel() * p.element_size() for p in parameters),
+            buffer_bytes=sum(buffer.nbytes for buffer in {id(b): b for b in buffers}.values()),
             output_bytes=0,
             cast_bytes=_held([], cast_to),
             attention_share=growth.attention,

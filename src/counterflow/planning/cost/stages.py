@@ -197,6 +197,11 @@ class StageCosts:
         return self._total(lambda layer: layer.cast_bytes)
 
     @cached_property
+    def buffers(self) -> tuple[float, ...]:
+        """Bytes of the buffers of its layers."""
+        return self._total(lambda layer: layer.buffer_bytes)
+
+    @cached_property
     def trained(self) -> tuple[float, ...]:
         """Bytes of those that are trained."""
         return self._once(lambda layer: layer.trained_bytes, 1)
@@ -314,7 +319,7 @@ class StageCosts:
         of_stage = stage_bytes if self.measured else stage_bytes_without_peaks
         weights = map(add, self.weights, self.casts)
         gathered = self._folded(lambda layers: max(layer.gathered_bytes for layer in layers))
-        fixed = map(sum, zip(self.gradients, self.optimizer, gathered, strict=True))
+        fixed = map(sum, zip(self.gradients, self.optimizer, self.buffers, gathered, strict=True))
         known: dict[object, StageBytes] = {}
         rows = zip(
             *(weights, fixed, self._kinds, self._layer_inputs, self._skipped, self._states), strict=True

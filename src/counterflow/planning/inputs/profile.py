@@ -26,6 +26,7 @@ _AT_SIZES = "forward_seconds", "backward_seconds", "saved_bytes"
 _ALONE = (
     "weights_bytes",
     "output_bytes",
+    "buffer_bytes",
     "cast_bytes",
     "frozen_bytes",
     "update_peak_bytes",
@@ -111,6 +112,8 @@ class LayerProfile:
         parameter_bytes: size of each trained parameter, in the layer's order, because whole parameters have
             owners if optimiser state is sharded. None: the layer's bytes are assumed to be divided evenly.
         input_tensors: the tensors of its input; None: one, which it does not pass on.
+        buffer_bytes: size of its buffers, such as running statistics and masks, of which each copy of the
+            layer has one version; one that several layers share counts in each.
 
     Raises:
         ConfigError: there are no sizes, sizes do not rise, or a number for a size is missing or negative.
@@ -156,6 +159,7 @@ class LayerProfile:
     low_factors: tuple[float, ...] = ()
     high_factors: tuple[float, ...] = ()
     input_tensors: InputTensors | None = None
+    buffer_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.samples or self.samples[0] <= 0 or any(a >= b for a, b in pairwise(self.samples)):

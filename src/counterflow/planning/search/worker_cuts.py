@@ -220,7 +220,7 @@ class Balance:
     def _fixed(self, layer: LayerProfile) -> float:
         state = self.model.optimizer_states * layer.trained_bytes
         versions = 1 if self.synchronous else 2
-        return versions * layer.weights_bytes + layer.gradient_bytes + state
+        return versions * layer.weights_bytes + layer.buffer_bytes + layer.gradient_bytes + state
 
     @property
     def _may_fit(self) -> bool:

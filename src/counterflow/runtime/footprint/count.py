@@ -123,22 +123,21 @@ def count_memory(
     )
 
 
-def shared_count(count: Callable[[int | None], Memory], transport: Transport) -> Memory:
+def shared_count(count: Callable[[int | None], Memory], transport: Transport, allocated: int) -> Memory:
     """Memory that the first rank counts, on all ranks; it warns if a worker needs more than is available.
 
     Args:
         count: counts for a worker's available memory.
         transport: transport to the other ranks; all call it.
+        allocated: bytes of the count that this rank has allocated already.
 
     Raises:
         ConfigError: the first rank could not count.
     """
     here = transport.gather_objects((socket.gethostname(), transport.device.type))
     workers = here.count((socket.gethostname(), transport.device.type))
-    known = [
-        cast("int | None", size)
-        for size in transport.gather_objects(available_bytes_on(transport.device, workers))
-    ]
+    own = available_bytes_on(transport.device, workers, allocated)
+    known = [cast("int | None", size) for size in transport.gather_objects(own)]
     available = min((size for size in known if size is not None), default=None)
     result: Memory | ConfigError | None = None
     if transport.rank == 0:

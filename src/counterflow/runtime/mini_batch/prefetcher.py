@@ -72,6 +72,11 @@ class MicroBatchPrefetcher:
         """The number of micro-batches."""
         return len(self._pieces)
 
+    @property
+    def pieces(self) -> Sequence[Any]:
+        """The micro-batches as they were given, wherever they are."""
+        return self._pieces
+
     def __getitem__(self, number: int) -> Any:
         """A micro-batch on the device; the next ones begin to be copied."""
         if not self._at_once:

@@ -185,6 +185,7 @@ def _profile(job: Job) -> Profile:
             backward_seconds=(2 * cost / _OPS_A_SECOND,),
             saved_bytes=(8.0 * positions * widths,),
             weights_bytes=float(sum(weight.nbytes for weight in layer.parameters())),
+            buffer_bytes=float(sum(buffer.nbytes for buffer in layer.buffers())),
             output_bytes=4.0 * positions * hidden,
         )
     return Profile(name="estimated", machine="", date="", layers=layers, op_overhead_seconds=_OP_SECONDS)

@@ -48,8 +48,7 @@ def fake_layers(
         cast = None if keeps_statistics(module) else dtype
         for weight in module.parameters(recurse=False):
             fake = like(weight, cast)
-            plain = type(weight) is nn.Parameter
-            memo.setdefault(id(weight), nn.Parameter(fake, weight.requires_grad) if plain else fake)
+            memo.setdefault(id(weight), nn.Parameter(fake, weight.requires_grad))
         for buffer in module.buffers(recurse=False):
             memo.setdefault(id(buffer), like(buffer, None))
     tensors = list(memo.values())
