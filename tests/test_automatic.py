@@ -244,6 +244,12 @@ def test_of_plans_as_fast_the_simplest_is_taken() -> None:
     text = automatic.text_of(result)
     assert text.startswith('schedule="auto": dapple(stages=2, micro_batches=64)')
     assert text.endswith("(within 2% the simpler one is taken)")
+    assert ", 390 s a step planned (" in text
+    model, profile, cluster = _inputs()
+    layer = replace(profile.layers["block"], low_factors=(0.5,), high_factors=(1.5,))
+    spread = replace(profile, layers={"block": layer})
+    ranged = cf.plan(model, spread, cluster, 64, constraints=replace(limits, schemes=schemes))
+    assert ", 390 ± 195 s a step planned (" in automatic.text_of(ranged)
     slower = cf.plan(*_inputs(), 4, constraints=replace(limits, schemes=("dapple", "zb-v")))
     assert slower.simplest() is slower.of_schemes[0]
 

@@ -59,7 +59,7 @@ def test_an_order_is_computed_in_a_process(client: TestClient) -> None:
 
 
 def test_a_command_computes_the_same_workload() -> None:
-    costs: Any = RequestCosts(forward="1,2", backward="3")
+    costs = RequestCosts.model_validate({"forward": "1,2", "backward": "3"})
     for schedule, words in (
         (schemes.chimera(stages=2, micro_batches=4), "--placement 0,1/1,0 --micro-batches 4 --no-split"),
         (schemes.zb_v(workers=2, micro_batches=3), "--placement 0,1,1,0 --micro-batches 3"),

@@ -76,6 +76,11 @@ class Compared:
         return math.inf if steady is None else steady * self.micro_batches / micro_batches
 
     @cached_property
+    def step_range(self) -> tuple[float, float] | None:
+        """Seconds of a step with the quantiles of a profile; None: it has none, or costs are given."""
+        return None if self.play is None else self.play.range_seconds
+
+    @cached_property
     def bubble_ratio(self) -> float:
         """Idle time over the step, averaged over workers; in the steady state if asynchronous."""
         if self.play is not None:

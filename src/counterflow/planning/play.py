@@ -257,10 +257,15 @@ class Play:
             peaks = allowed(self.schedule, stages, changes)
             gradients = optimizer = casts = [0.0] * placement.workers  # optimiser state is one amount
         skips, shared = skips_in_flight(self.schedule, stages), self.communicators
+        noted = [0.0] * placement.workers
+        repeated = self.configuration.recompute.recomputes or not self.schedule.synchronous
+        if repeated or placement.pipes > 1 or self.configuration.replicas > 1:
+            noted = placement.summed(stages.noted_buffers)
         return tuple(
             replace(
                 peak,
                 weights=base + peak.weights,
+                activations=peak.activations + noted[worker],
                 buffers=peak.buffers + skips[worker],
                 gradients=gradients[worker],
                 optimizer=optimizer[worker],

@@ -175,11 +175,21 @@ def seconds_text(seconds: float, within: tuple[float, float] | None = None) -> s
     ('283.5 ms', '283.5 ± 8.6 ms', '1.5 s')
     """
     scale, unit = (1.0, "s") if seconds >= 1 else (1000.0, "ms")
-    text = f"{scale * seconds:.4g}"
-    distance = 0.0 if within is None else max(seconds - within[0], within[1] - seconds)
-    if distance > 5e-4 * seconds:
-        text += f" ± {scale * distance:.2g}" if scale * distance < 100 else f" ± {scale * distance:.0f}"
-    return f"{text} {unit}"
+    return f"{scale * seconds:.4g}{distance_text(seconds, within, scale)} {unit}"
+
+
+def distance_text(seconds: float, within: tuple[float, float] | None, scale: float) -> str:
+    """Larger distance of seconds to an end of a range, after ``±``; empty if it is small, or there is none.
+
+    Args:
+        seconds: the seconds.
+        within: the range.
+        scale: the unit per second.
+    """
+    distance = 0.0 if within is None else scale * max(seconds - within[0], within[1] - seconds)
+    if distance <= 5e-4 * scale * seconds:
+        return ""
+    return f" ± {distance:.2g}" if distance < 100 else f" ± {distance:.0f}"
 
 
 def choices(configuration: Configuration) -> str:

@@ -30,6 +30,7 @@ from .inputs.cluster import Cluster
 from .inputs.model import Model
 from .inputs.profile import Profile
 from .predict import Predictor
+from .prediction import distance_text
 
 STAGES_A_WORKER = 4
 """Default maximum of stages of one pipe that a worker holds in a comparison."""
@@ -93,7 +94,7 @@ class Comparison:
         rows = [
             (
                 row.name,
-                f"{row.step:.6g}",
+                f"{row.step:.6g}{distance_text(row.step, row.step_range, 1.0)}",
                 f"{row.bubble_ratio:.1%}",
                 f"{row.activations:.6g}",
                 f"{row.weights:.6g}",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from counterflow.planning.inputs import input_files
 
 from ..conftest import ENVIRONMENT, Run
 
@@ -69,6 +73,15 @@ def test_a_profile_has_the_costs(run: Run, refused: Callable[..., str], tmp_path
     limit = 3 * 2**20
     assert {row["peak_bytes"] <= limit for row in found["rows"]} == {True}
     assert {row["peak_bytes"] > limit for row in found["too_large"]} == {True}
+    path = tmp_path / "profile.toml"
+    profile = input_files.load_profile(path)
+    layers = {
+        kind: replace(x, low_factors=(0.9,) * len(x.samples), high_factors=(1.2,) * len(x.samples))
+        for kind, x in profile.layers.items()
+    }
+    path.write_text(input_files.dumps(replace(profile, layers=layers)))
+    steps = run(f"{profiled} --micro-batch-size 4 --scheme 1f1b").out
+    assert re.search(r"1F1B [(]dapple[)] +[0-9.]+ ± [0-9.]+ ", steps), steps
     assert "also give --micro-batch-size" in refused(profiled)
     assert "--forward: the profile has all costs" in refused(f"{profiled} --micro-batch-size 4 --forward 2")
 

@@ -13,6 +13,7 @@ from counterflow.common.number_texts import byte_size
 from counterflow.common.plurals import plural
 from counterflow.planning.compared import Compared
 from counterflow.planning.comparison_sweep import Sweep, Swept, compare_over, parse_sweep
+from counterflow.planning.prediction import distance_text
 from counterflow.planning.scheme_comparison import STAGES_A_WORKER, Comparison
 from counterflow.planning.scheme_comparison import compare as compared
 from counterflow.simulation.model_share import CostsOf
@@ -207,7 +208,7 @@ def _print(comparison: Comparison, rows: tuple[Compared, ...]) -> None:
         distance = row.step / least - 1
         table.add_row(
             ", ".join(filter(None, [row.name, row.mark])),
-            f"{scale * row.step:.5g}",
+            f"{scale * row.step:.5g}{distance_text(row.step, row.step_range, scale)}",
             *["" if distance < 5e-4 else f"{distance:.1%}"] * over,
             f"{row.bubble_ratio:.1%}",
             f"{row.activations:.5g}",

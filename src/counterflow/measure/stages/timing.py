@@ -7,7 +7,7 @@ are measured while they share it.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, cast
@@ -138,7 +138,8 @@ def _measured(
             kept_input_bytes=(round(scale * saved) - round(scale * beyond_input),),
             held_input_bytes=(round(scale * _held([*constant, *kept], passing)) if kept else 0,),
             weights_bytes=sum(p.numel() * p.element_size() for p in parameters),
-            buffer_bytes=sum(buffer.nbytes for buffer in {id(b): b for b in buffers}.values()),
+            buffer_bytes=_bytes(buffers),
+            noted_buffer_bytes=_bytes(module.get_buffer(name) for module, name in copy.buffers.places),
             output_bytes=0,
             cast_bytes=_held([], cast_to),
             attention_share=growth.attention,
@@ -204,6 +205,10 @@ def _in_both(constant: list[Tensor], run: Callable[[], list[Tensor]]) -> list[Te
         for graph in graphs
     ]
     return [saved[0][p] for p in saved[0].keys() & saved[1].keys() - pointers(constant)]
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
 
 
 def _held(constant: list[Tensor], kept: list[Tensor]) -> int:

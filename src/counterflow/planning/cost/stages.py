@@ -202,6 +202,11 @@ class StageCosts:
         return self._total(lambda layer: layer.buffer_bytes)
 
     @cached_property
+    def noted_buffers(self) -> tuple[float, ...]:
+        """Bytes of the buffers whose contents may be noted in a step."""
+        return self._total(lambda layer: layer.noted_buffer_bytes)
+
+    @cached_property
     def trained(self) -> tuple[float, ...]:
         """Bytes of those that are trained."""
         return self._once(lambda layer: layer.trained_bytes, 1)

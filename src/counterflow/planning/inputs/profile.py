@@ -27,6 +27,7 @@ _ALONE = (
     "weights_bytes",
     "output_bytes",
     "buffer_bytes",
+    "noted_buffer_bytes",
     "cast_bytes",
     "frozen_bytes",
     "update_peak_bytes",
@@ -53,6 +54,13 @@ _IF_THERE = (
     "held_input_bytes",
     *_PEAKS,
 )
+_PARTS = (
+    ("frozen_bytes", "weights_bytes"),
+    ("low_precision_bytes", "trained_bytes"),
+    ("noted_buffer_bytes", "buffer_bytes"),
+)
+"""Fields that are a part of others."""
+
 CURVES = (*_AT_SIZES, *_IF_THERE)
 """Fields of ``LayerProfile`` with an amount for each size."""
 
@@ -114,6 +122,8 @@ class LayerProfile:
         input_tensors: the tensors of its input; None: one, which it does not pass on.
         buffer_bytes: size of its buffers, such as running statistics and masks, of which each copy of the
             layer has one version; one that several layers share counts in each.
+        noted_buffer_bytes: the part of these without running statistics, whose contents are noted if a stage
+            has copies, forwards are computed again, or weights have versions.
 
     Raises:
         ConfigError: there are no sizes, sizes do not rise, or a number for a size is missing or negative.
@@ -160,6 +170,7 @@ class LayerProfile:
     high_factors: tuple[float, ...] = ()
     input_tensors: InputTensors | None = None
     buffer_bytes: float = 0.0
+    noted_buffer_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.samples or self.samples[0] <= 0 or any(a >= b for a, b in pairwise(self.samples)):
@@ -210,7 +221,7 @@ class LayerProfile:
             )
 
     def _require_parts(self) -> None:
-        for name, total in (("frozen_bytes", "weights_bytes"), ("low_precision_bytes", "trained_bytes")):
+        for name, total in _PARTS:
             part, of = getattr(self, name), getattr(self, total)
             if part > of:
                 raise ConfigError(f"{name}={part:g}: is a part of {total}={of:g}; must be no more")
