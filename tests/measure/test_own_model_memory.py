@@ -148,7 +148,6 @@ def test_planned_memory_is_that_which_the_engine_counts(name: str) -> None:
         ("dapple", Recompute.NONE),
         ("chimera", Recompute.NONE),
         ("gpipe", Recompute.LAYER),
-        ("pipedream-2bw", Recompute.NONE),
     ):
         options = {"stages": 2, "micro_batches": 4}
         plan = Configuration.of(scheme, options, 1, SAMPLES // 4, recompute=recompute)

@@ -258,7 +258,7 @@ class Play:
             gradients = optimizer = casts = [0.0] * placement.workers  # optimiser state is one amount
         skips, shared = skips_in_flight(self.schedule, stages), self.communicators
         noted = [0.0] * placement.workers
-        repeated = self.configuration.recompute.recomputes or not self.schedule.synchronous
+        repeated = self.configuration.recompute.recomputes
         if repeated or placement.pipes > 1 or self.configuration.replicas > 1:
             noted = placement.summed(stages.noted_buffers)
         return tuple(

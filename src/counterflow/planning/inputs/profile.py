@@ -123,7 +123,7 @@ class LayerProfile:
         buffer_bytes: size of its buffers, such as running statistics and masks, of which each copy of the
             layer has one version; one that several layers share counts in each.
         noted_buffer_bytes: the part of these without running statistics, whose contents are noted if a stage
-            has copies, forwards are computed again, or weights have versions.
+            has copies, or forwards are computed again.
 
     Raises:
         ConfigError: there are no sizes, sizes do not rise, or a number for a size is missing or negative.
