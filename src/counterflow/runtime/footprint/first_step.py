@@ -37,7 +37,7 @@ _LEAST_SHARE = 1 / 100
 _INPUT_FACTOR = 20
 """Factor of the inputs in place of the activations that follow from them, which are not known yet."""
 
-_NEAR = 0.3
+_NEAR = 0.2
 """Share of the memory from which a step is counted."""
 
 _MOST_LAYER_RUNS = 512
