@@ -14,7 +14,9 @@ export async function show(place) {
   const side = el("form", { "aria-label": "What is shown", onsubmit: e => e.preventDefault() }), errors = new Errors(side);
   const picture = el("div"), told = el("div", { class: "sides" }), bar = el("div", { class: "bar" }), order = el("div");
   const status = el("div", { class: "unseen", role: "status" }), note = el("div");
-  place.append(el("h1", {}, "Schedules"), errors.place, split("Schedule, costs, limits", side, bar, order, note, picture, help(), told, status));
+  // A phone shows the timeline first.
+  const pictures = matchMedia("(max-width: 860px)").matches ? [note, picture, order] : [order, note, picture];
+  place.append(el("h1", {}, "Schedules"), errors.place, split("Schedule, costs, limits", side, bar, ...pictures, help(), told, status));
   let timeline = null, asking = false, stale = false, checks = 0, proved = [], noting = 0;
 
   const request = () => ({ subjects: state.subjects.map(subjectOf), peak: state.peak || null,
