@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import counterflow as cf
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
+from counterflow.schedule.modes import Recompute
 from counterflow.verification.training_agreement import verify
 
 WIDTH, CLASSES = 6, 4
@@ -140,11 +141,11 @@ def agrees(schedule: Schedule, loss_function: Any = tokens, *, replicas: int = 1
     assert found.ok, (str(schedule), options, str(found))
 
 
-@pytest.mark.parametrize("recompute", ["none", "stage"])
+@pytest.mark.parametrize("recompute", [Recompute.NONE, Recompute.STAGE])
 @pytest.mark.parametrize(
     "schedule", [schemes.dapple(2, 4), schemes.zb_v(2, 4), schemes.chimera(2, 4)], ids=str
 )
-def test_gradients_of_added_losses_are_on_the_device(schedule: Schedule, recompute: str) -> None:
+def test_gradients_of_added_losses_are_on_the_device(schedule: Schedule, recompute: Recompute) -> None:
     """The backward of a loss begins there; otherwise they would be sent as tensors of the host."""
 
     def work() -> tuple[list[float], list[Tensor]]:
