@@ -35,7 +35,6 @@ LowPrecision = Annotated[Literal["bfloat16", "float16"] | None, BeforeValidator(
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**127
 """Limits of loss scales: the normal powers of two of float32."""
 
-
 SENT_SHARES = {"bfloat16": 1 / 2, "int8": (256 + 4) / (256 * 4)}
 """Bytes sent per byte of float32 gradients, by ``gradient_compression``."""
 
@@ -113,9 +112,7 @@ class Execution(Options):
     """Whether forwards and backwards of stages are captured as CUDA graphs, and replayed in later steps.
 
     Each unit in flight has graphs and memory of its own. Evaluation, generation, losses and optimisers run
-    plainly. A stage that cannot be captured runs plainly, and ``Pipeline.captured`` says why: its backward is
-    split, it is recomputed, sharded or in slices, has skips, several versions of weights, losses of layers or
-    hooks, or its layers read tensors or change values in Python. Without ``compile``.
+    plainly, and so do stages that cannot be captured: ``Pipeline.captured`` says why. Without ``compile``.
     """
 
     autocast: LowPrecision = option(None, "bfloat16 or float16, in quotes")
@@ -226,8 +223,7 @@ class Execution(Options):
         ge=0,
         le=_MANY,
     )
-    """Number of first steps in which the bytes saved for backward are counted; with 0 the first one's memory
-    is not compared with that of the device either."""
+    """Number of first steps whose bytes saved for backward are counted; 0: no step's memory is checked."""
 
     seed: int = option(
         0,
@@ -240,13 +236,8 @@ class Execution(Options):
 
     def of_measurement(self) -> Execution:
         """The options that change what a layer costs, without checks that a measurement would time."""
-        return Execution(
-            autocast=self.autocast,
-            compute_dtype=self.compute_dtype,
-            compile=self.compile,
-            digest_every=0,
-            count_memory_steps=0,
-        )
+        options = Execution(autocast=self.autocast, compute_dtype=self.compute_dtype, compile=self.compile)
+        return options.but(digest_every=0, count_memory_steps=0)
 
     @property
     def max_norm(self) -> float | None:
@@ -284,9 +275,8 @@ def unskippable(execution: Execution) -> str:
     """Reason why an asynchronous scheme, whose name is put before the text, cannot skip updates."""
     option, instead = "skip_non_finite", ""
     if execution.first_scale is not None:
-        explicit = execution.loss_scale is not None
-        option = "loss_scale" if explicit else f"the loss scale of {execution.computes_in}"
-        instead = ", or bfloat16"
+        scale = f"the loss scale of {execution.computes_in}"
+        option, instead = scale if execution.loss_scale is None else "loss_scale", ", or bfloat16"
     return (
         f"updates each stage before all gradients are known, so that {option} cannot skip an update "
         f"everywhere; take a synchronous scheme{instead}"
@@ -440,10 +430,7 @@ def records(
     for name in flat:
         if name not in known:
             raise ConfigError(f"{name}: unknown option{hint(name, [*known, *further])}")
-    return (
-        _with(Execution, "execution", execution, flat),
-        _with(Batching, "batching", batching, flat),
-    )
+    return _with(Execution, "execution", execution, flat), _with(Batching, "batching", batching, flat)
 
 
 def _with(kind: type[_Record], place: str, record: _Record | None, flat: Mapping[str, Any]) -> _Record:

@@ -19,7 +19,7 @@ from counterflow.common.probe_flag import PROBING
 from counterflow.errors import ConfigError
 
 from .example_call import Call, Example
-from .layer_parts import CapturedInput, LayerSteps, held_names
+from .layer_contents import CapturedInput, LayerSteps, held_names
 from .placeholders import Around, Member, Ref
 from .record import RecordedCall
 from .sequence_run import run_sequence, run_step

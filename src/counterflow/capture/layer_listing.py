@@ -12,7 +12,7 @@ from counterflow.errors import ConfigError
 from .cutting import CutPoint, cuts_of
 from .guards import Environment
 from .layer import CapturedLayer
-from .layer_parts import LayerSteps, held_names
+from .layer_contents import LayerSteps, held_names
 from .layer_steps import parts_of
 from .opening import records_of
 from .recording import Recording, capturing

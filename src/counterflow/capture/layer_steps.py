@@ -12,7 +12,15 @@ from torch.utils import _pytree as pytree
 
 from .cutting import Living
 from .example_call import Example
-from .layer_parts import CapturedInput, LayerSteps, SequenceSteps, Sizes, groups_in, held_names, needs_dtype
+from .layer_contents import (
+    CapturedInput,
+    LayerSteps,
+    SequenceSteps,
+    Sizes,
+    groups_in,
+    held_names,
+    needs_dtype,
+)
 from .placeholders import Ref, Size
 from .record import Record, RecordedCall, main_dtype
 from .sequence_steps import sequence_rows

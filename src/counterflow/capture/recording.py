@@ -22,7 +22,7 @@ from counterflow.errors import ConfigError
 
 from .guards import HOOK, Environment, Guards, RecordDependencies, guards_of
 from .layer import CapturedLayer
-from .layer_parts import LayerSteps, held_names
+from .layer_contents import LayerSteps, held_names
 from .layer_steps import parts_of
 from .leaks import remove_leaks
 from .opening import Records, record_again

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .cutting import Living
-from .layer_parts import LayerSteps
+from .layer_contents import LayerSteps
 from .record import Record, RecordedCall
 
 Crossing = tuple[tuple[object, ...], int]

@@ -20,7 +20,7 @@ from counterflow.api.attention import attend, extended_keys
 from counterflow.api.carry import Carry
 from counterflow.errors import ConfigError
 
-from .layer_parts import SequenceSteps
+from .layer_contents import SequenceSteps
 from .placeholders import Around
 from .record import ATTENTION, AttentionCall, RecordedCall
 

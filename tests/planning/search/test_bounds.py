@@ -10,7 +10,8 @@ import pytest
 
 from counterflow.planning.cost.device_placement import Network
 from counterflow.planning.cost.sharded_state import ShardedState
-from counterflow.planning.cost.stages import StageCosts, StageTie
+from counterflow.planning.cost.stage_ties import StageTie
+from counterflow.planning.cost.stages import StageCosts
 from counterflow.planning.inputs.cluster import Cluster, Collective, Link
 from counterflow.planning.inputs.model import Model
 from counterflow.planning.inputs.profile import LayerProfile, Profile

@@ -103,7 +103,7 @@ def test_weights_alone_are_enough(monkeypatch: pytest.MonkeyPatch, caplog: pytes
 
 
 def test_a_machine_is_shared(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("counterflow.runtime.footprint.device_memory.free_bytes_on", lambda _: 2**18)
+    monkeypatch.setattr("counterflow.runtime.footprint.memory_limits.free_bytes_on", lambda _: 2**18)
     (text,), _ = warnings(caplog, "1f1b(stages=2, micro_batches=4)")
     assert text.startswith("workers 0 to 1 need ")
     assert " are available to them; take fewer samples in a micro-batch, " in text
@@ -113,7 +113,7 @@ def test_what_fits_by_far_costs_no_forward(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(WORKER_BYTES, str(2**40))
-    monkeypatch.setattr("counterflow.runtime.footprint.device_memory.free_bytes_on", lambda _: 2**40)
+    monkeypatch.setattr("counterflow.runtime.footprint.memory_limits.free_bytes_on", lambda _: 2**40)
 
     def refuse(*_: Any) -> None:
         raise AssertionError

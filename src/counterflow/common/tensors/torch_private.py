@@ -385,10 +385,8 @@ def keeps_statistics(module: nn.Module) -> bool:
 def hooks_of_module(module: nn.Module) -> list[Any]:
     """Hooks that run around a module's own forward and backward. Without: they would be lost in silence."""
     kinds = (
-        module._forward_pre_hooks,  # noqa: SLF001
-        module._forward_hooks,  # noqa: SLF001
-        module._backward_pre_hooks,  # noqa: SLF001
-        module._backward_hooks,  # noqa: SLF001
+        *(module._forward_pre_hooks, module._forward_hooks),  # noqa: SLF001
+        *(module._backward_pre_hooks, module._backward_hooks),  # noqa: SLF001
     )
     return [hook for hooks in kinds for hook in hooks.values()]
 

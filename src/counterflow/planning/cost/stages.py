@@ -27,6 +27,7 @@ from ..inputs.model import Model
 from ..inputs.profile import LayerProfile, Profile
 from .stage_inputs import StageInputs
 from .stage_memory import stage_bytes, stage_bytes_without_peaks
+from .stage_ties import StageTie, stage_ties
 
 _T = TypeVar("_T")
 
@@ -167,7 +168,7 @@ class StageCosts:
 
     @cached_property
     def _ties(self) -> tuple[tuple[StageTie, ...], list[tuple[float, float, float]]]:
-        return _ties(self.model, self.cuts)
+        return stage_ties(self.model, self.cuts)
 
     @property
     def ties(self) -> tuple[StageTie, ...]:
@@ -341,23 +342,6 @@ class StageCosts:
             yield known[key]
 
 
-@dataclass(frozen=True, slots=True)
-class StageTie:
-    """Weights that several stages share; a worker holds one copy of them.
-
-    Attributes:
-        stages: the stages, ascending.
-        trained_bytes: bytes of the trained ones.
-        gradient_bytes: bytes of their gradients.
-        copy_bytes: bytes of all, with gradients and optimiser state.
-    """
-
-    stages: tuple[int, ...]
-    trained_bytes: float
-    gradient_bytes: float
-    copy_bytes: float
-
-
 def cut(model: Model, profile: Profile, cuts: Cuts, stages: int, samples: int) -> tuple[int, ...]:
     """The cuts of a model's layers.
 
@@ -415,30 +399,6 @@ def stage_costs(
 
 def _less(amounts: Sequence[float], parts: Sequence[float]) -> tuple[float, ...]:
     return tuple(max(0.0, amount - part) for amount, part in zip(amounts, parts, strict=True))
-
-
-def _ties(model: Model, cuts: Sequence[int]) -> tuple[tuple[StageTie, ...], list[tuple[float, float, float]]]:
-    """Weights that several stages share, and for each stage the bytes that several of its layers share,
-    without one copy.
-
-    The bytes are those of all weights, of the trained ones, and of their gradients.
-    """
-    ties: dict[tuple[int, ...], tuple[float, float, float]] = {}
-    within = [(0.0, 0.0, 0.0)] * (len(cuts) + 1)
-    for tie in model.ties:
-        on = [bisect_right(cuts, layer) for layer in tie.layers]
-        trained, gradient = tie.size_bytes if tie.trained else 0.0, tie.gradient_bytes
-        for stage, layers in Counter(on).items():
-            more = ((layers - 1) * size for size in (tie.size_bytes, trained, gradient))
-            all_bytes, trained_bytes, gradient_bytes = (
-                amount + added for amount, added in zip(within[stage], more, strict=True)
-            )
-            within[stage] = all_bytes, trained_bytes, gradient_bytes
-        if len(stages := tuple(sorted({*on}))) > 1:
-            summed, gradients, total = ties.get(stages, (0.0, 0.0, 0.0))
-            total += tie.size_bytes + gradient + trained * model.optimizer_states
-            ties[stages] = summed + trained, gradients + gradient, total
-    return tuple(StageTie(stages, *row) for stages, row in sorted(ties.items())), within
 
 
 def _skips(

@@ -24,8 +24,8 @@ from ..messages.values import Keyworded
 from ..mini_batch.batch import Batch
 from ..mini_batch.prefetcher import MicroBatchPrefetcher
 from ..parameters.weights import Weights
-from .device_memory import DeviceMemory, WorkerState
 from .footprint import Memory, WorkerMemory
+from .memory_limits import DeviceMemory, WorkerState
 from .saved_in_stages import saved_by_worker, saved_in_stages
 from .virtual_model import virtual_batch
 

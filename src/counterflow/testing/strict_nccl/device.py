@@ -28,7 +28,7 @@ from torch import Tensor
 
 from counterflow.common.tensors.torch_private import register_device_module, rename_spare_backend
 
-from . import graphs, streams
+from . import captured_graphs, streams
 from .device_memory import place_of
 from .streams import Stream
 
@@ -88,7 +88,7 @@ class Device:
 
     def synchronize(self, why: str = "waits for its device") -> None:
         """Block the host until the device has finished."""
-        graphs.refuse_in_capture(why)
+        captured_graphs.refuse_in_capture(why)
         (streams.current_stream() or self.stream).synchronize(why)
 
 
@@ -120,7 +120,7 @@ def refuse_elsewhere(tensor: Tensor) -> None:
     Raises:
         RuntimeError: the tensor is on the host, or on another worker's device.
     """
-    graphs.refuse_in_capture("a collective")
+    captured_graphs.refuse_in_capture("a collective")
     device, place = _thread.device, place_of(tensor)
     if device is None or place is None or place == device:
         return
@@ -155,12 +155,12 @@ class StrictEvent:
 
     def query(self) -> bool:
         """True if the event has completed."""
-        graphs.refuse_in_capture("queries an event")
+        captured_graphs.refuse_in_capture("queries an event")
         return self.recorded is None or self.recorded.query()
 
     def synchronize(self) -> None:
         """Block the host until the event completes."""
-        graphs.refuse_in_capture("synchronizes an event")
+        captured_graphs.refuse_in_capture("synchronizes an event")
         if self.recorded is not None:
             self.recorded.synchronize()
 
@@ -212,9 +212,9 @@ def synchronize(device: object = None) -> None:
 
 class _Module:
     Event = StrictEvent
-    CUDAGraph = graphs.CUDAGraph
-    graph = graphs.graph
-    graph_pool_handle = staticmethod(graphs.graph_pool_handle)
+    CUDAGraph = captured_graphs.CUDAGraph
+    graph = captured_graphs.graph
+    graph_pool_handle = staticmethod(captured_graphs.graph_pool_handle)
 
     @staticmethod
     def type_of(tensor: Tensor) -> str:

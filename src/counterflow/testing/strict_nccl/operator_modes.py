@@ -25,7 +25,7 @@ from counterflow.common.tensors.torch_private import (
     without_functions,
 )
 
-from . import graphs, streams
+from . import captured_graphs, streams
 from .device import NAME, Device, current, on
 from .device_memory import HOST, PINNED, FromHost, Place, ToHost, mark, place_of, same_memory, tensors_in
 from .streams import Stream
@@ -132,7 +132,7 @@ def _copy(device: Device, func: Any, args: Any, kwargs: Any, places: list[Place]
     if isinstance(of, Device) and not isinstance(to, Device) and (at_once or to != PINNED):
         device.synchronize("copies to the host")
     if isinstance(of, Device) != isinstance(to, Device):
-        graphs.refuse_in_capture("copies between host and device")
+        captured_graphs.refuse_in_capture("copies between host and device")
     result = func(*args, **kwargs)
     if at_once or (isinstance(of, Device) and isinstance(to, Device)):
         return result
@@ -271,7 +271,7 @@ def _cpu(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
 def _moved(device: Device, tensor: Tensor, place: Place, *, non_blocking: bool = False, **how: Any) -> Tensor:
     now = place_of(tensor)
     device.look()
-    graphs.refuse_in_capture("copies between host and device")
+    captured_graphs.refuse_in_capture("copies between host and device")
     if isinstance(now, Device) and not non_blocking:
         device.synchronize("copies to the host")
     how.pop("copy", None)
