@@ -1,7 +1,7 @@
 """Which test files are slow, and how many cases of slow tests `make test` takes, by what a whole run took.
 
     WHOLE=1 PYTEST_ADDOPTS=--junitxml=/tmp/junit.xml make test
-    python benchmarks/fast_tests.py /tmp/junit.xml [--seconds 190] [--share 0.6] [--longest 2] [--keep]
+    python benchmarks/fast_tests.py /tmp/junit.xml [--seconds 190] [--share 0.5] [--longest 1.5] [--keep]
 
 The cheapest files are fast until their seconds, added up over all workers of pytest, are used up; the others
 are slow, and so are those that were and of which this run skipped a part: what they need is missing here. To
@@ -90,8 +90,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("report", type=Path)
     parser.add_argument("--seconds", type=float, default=190.0)
-    parser.add_argument("--share", type=float, default=0.6)
-    parser.add_argument("--longest", type=float, default=2.0)
+    parser.add_argument("--share", type=float, default=0.5)
+    parser.add_argument("--longest", type=float, default=1.5)
     parser.add_argument("--keep", action="store_true")
     options = parser.parse_args()
     files: dict[str, float] = defaultdict(float)

@@ -62,7 +62,7 @@ def test_little_shared_memory_and_few_files_are_told(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**26, 0, 2**26))
     monkeypatch.setattr(health.resource, "getrlimit", lambda _: (256, 256))  # type: ignore[attr-defined]
     wrong = {finding.about: finding for finding in health.findings() if finding.ok is not True}
-    assert wrong["shared memory"].found == "0.0625 of 0.0625 GiB free"
+    assert wrong["shared memory"].found == "64 MiB of 64 MiB free"
     assert wrong["open files"].advice == "ulimit -n 1024 or more"
 
 
