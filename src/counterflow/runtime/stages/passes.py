@@ -236,14 +236,15 @@ class PlainPass(StagePass):
     Attributes:
         inputs: leaves of the graph.
         edges: places in the graph where the backward begins.
-        seeds: gradients of a last stage's loss, on its device: autograd would make them where it keeps it.
+        seed: gradient of the loss, a last stage's first output, on its device: autograd would make it where
+            it keeps the loss. None: another stage.
         graded: for each output that was published as requiring a gradient, True if it has one after a
             recomputation; None: all have.
         saved: storages that are counted as saved.
         detach_points: detach points of the graph; None: it has none.
     """
 
-    __slots__ = ("_ended", "detach_points", "edges", "graded", "inputs", "saved", "seeds")
+    __slots__ = ("_ended", "detach_points", "edges", "graded", "inputs", "saved", "seed")
 
     def __init__(
         self, stage: RunnableStage, rows: SampleRows, step: int, head: Head, meter: SavedBytes
@@ -251,7 +252,7 @@ class PlainPass(StagePass):
         super().__init__(stage, rows, step, head, meter)
         self.inputs: list[Tensor] = []
         self.edges: Sequence[GradientEdge] = ()
-        self.seeds: Sequence[Tensor] = ()
+        self.seed: Tensor | None = None
         self.graded: Sequence[bool] | None = None
         self.saved: list[SavedStorage] = []
         self.detach_points: DetachPoints | None = None
@@ -317,10 +318,10 @@ class PlainPass(StagePass):
         edges = self.edges
         if self.graded is not None and gradients:
             gradients = [g for g, graded in zip(gradients, self.graded, strict=True) if graded]
-        known: Sequence[Tensor] = [gradient for gradient in gradients if gradient is not None]
-        if not gradients:
-            known = self.seeds
-        elif len(known) < len(gradients):
+        if not gradients and self.seed is not None:
+            gradients = [self.seed]
+        known = [gradient for gradient in gradients if gradient is not None]
+        if len(known) < len(gradients):
             edges = [e for e, gradient in zip(edges, gradients, strict=True) if gradient is not None]
         if (around := self.stage.backward_context(self.meter)) is None:
             self._differentiate(edges, known)
@@ -347,9 +348,8 @@ class PlainPass(StagePass):
     @override
     def settle(self) -> None:
         if self.outputs:
-            graded = [tensor for tensor in self.outputs if tensor.requires_grad]
-            self.edges = [gradient_edge(tensor) for tensor in graded]
-            self.seeds = [torch.ones_like(tensor) for tensor in graded] if self.stage.last else ()
+            self.edges = [gradient_edge(t) for t in self.outputs if t.requires_grad]
+            self.seed = torch.ones_like(self.outputs[0]) if self.stage.last else None
             self.outputs = []
         elif self._ended:
             self.inputs, self.edges, self.detach_points = [], (), None
