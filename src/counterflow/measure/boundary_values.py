@@ -14,11 +14,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from counterflow.api.aux_loss import added_losses
-from counterflow.common.tensors.fake_layers import fake_layers
+from counterflow.common.tensors.fake_layers import fake_layers, saved_storages, storages_of
 from counterflow.common.trees import tensors_in
 
 
@@ -54,17 +53,10 @@ def passes_of(
     passes = []
     with mode, torch.inference_mode(mode=False), torch.enable_grad(), added_losses():
         copies, value, weights = fake_layers(layers, inputs, device, dtype)
-        constant = {id(fake.untyped_storage()) for fake in weights}
+        constant = storages_of(weights)
         tensors = [*tensors_in(value)]
         for layer in copies:
-            storages: dict[int, Any] = {}
-
-            def note(tensor: Tensor, storages: dict[int, Any] = storages) -> Tensor:
-                storage = tensor.untyped_storage()
-                storages[id(storage)] = storage
-                return tensor
-
-            with saved_tensors_hooks(note, lambda tensor: tensor):
+            with saved_storages() as storages:
                 value = layer(value)
             saved = sum(storage.nbytes() for key, storage in storages.items() if key not in constant)
             passes.append(LayerPass(value, saved))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from counterflow.common.tensors.torch_private import keeps_statistics
 from counterflow.common.trees import mapped
@@ -54,3 +56,21 @@ def fake_layers(
     tensors = list(memo.values())
     copies = [copy.deepcopy(layer, memo) for layer in layers]
     return FakeLayers(copies, mapped(lambda tensor: like(tensor, dtype), inputs), tensors)
+
+
+def storages_of(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+    """Storages by their identity, which is theirs as long as they are in the result."""
+    return {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}  # noqa: SLF001
+
+
+@contextmanager
+def saved_storages() -> Iterator[dict[int, torch.UntypedStorage]]:
+    """Context of a forward, with the storages that autograd saves, as ``storages_of`` gives them."""
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storages.update(storages_of([tensor]))
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        yield storages

@@ -7,18 +7,17 @@ layers that are computed again only their inputs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 
 from counterflow.api.aux_loss import added_losses
 from counterflow.common.tensors.dtypes import dtype_of
-from counterflow.common.tensors.fake_layers import fake_layers
+from counterflow.common.tensors.fake_layers import fake_layers, saved_storages, storages_of
 from counterflow.common.trees import tensors_in
 from counterflow.execution import Execution
 from counterflow.schedule.ir import Schedule
@@ -79,18 +78,20 @@ def saved_in_stages(
             added_losses(),
         ):
             copies, value, weights = fake_layers(layers, inputs, torch.device("cpu"), dtype)
-            constant = [tensor.untyped_storage() for tensor in (*weights, *tensors_in(value))]
-            seen = {storage._cdata: storage for storage in constant}  # noqa: SLF001 - its identity
+            seen = storages_of((*weights, *tensors_in(value)))
             results, first = [], 0
             for stage in stages:
                 result = SavedInStage()
                 for number, layer in enumerate(copies[first : first + len(stage)], first):
-                    size = _bytes(value) if number else 0
+                    size = _bytes(storages_of(tensors_in(value))) if number else 0
                     result.inputs += size
                     result.first_input = result.first_input if number > first else size
-                    before = result.tensors
-                    value = _forward(layer, value, seen, result)
-                    result.largest_layer = max(result.largest_layer, result.tensors - before)
+                    with saved_storages() as storages:
+                        value = called(layer, value, 0, SampleRows(0, 1, 0, 1))
+                    size = _bytes({key: storages[key] for key in storages.keys() - seen.keys()})
+                    seen |= storages  # they live as long, so no later one has the same identity
+                    result.tensors += size
+                    result.largest_layer = max(result.largest_layer, size)
                 results.append(result)
                 first += len(stage)
     except Exception as error:
@@ -99,21 +100,7 @@ def saved_in_stages(
     return results
 
 
-def _forward(layer: nn.Module, value: Any, seen: dict[int, Any], result: SavedInStage) -> Any:
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        key = storage._cdata  # noqa: SLF001 - its identity
-        if key not in seen:
-            seen[key] = storage  # it lives as long, so no later one has its number
-            result.tensors += storage.nbytes()
-        return tensor
-
-    with saved_tensors_hooks(note, lambda tensor: tensor):
-        return called(layer, value, 0, SampleRows(0, 1, 0, 1))
-
-
-def _bytes(value: Any) -> int:
-    storages = {id(tensor.untyped_storage()): tensor.untyped_storage() for tensor in tensors_in(value)}
+def _bytes(storages: Mapping[int, torch.UntypedStorage]) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
