@@ -15,7 +15,7 @@ therefore keeps the temporary memory of its backward too.
 A layer that draws random numbers is a graph of its own, before whose replay the generator is seeded as before
 the layer's run: torch's graphs read the generator's seed from the device.
 
-This code has run on the pretended device (``testing/strict_nccl/graphs.py``) and never on a GPU.
+This code has run on the pretended device (``testing/strict_nccl/captured_graphs.py``) and never on a GPU.
 """
 
 from __future__ import annotations

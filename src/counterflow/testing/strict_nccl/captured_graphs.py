@@ -5,11 +5,11 @@ layers: it runs the operators again, from the recorded memory into the recorded 
 that is not filled, a weight that has moved, or a buffer that is used again too early gives other numbers, as
 on a GPU. It imitates the following rules:
 
-* A capture computes nothing: its tensors have no values before a replay, and what it changed is restored. *
-Nothing may wait for the device, read it, communicate or set the seed of a generator. * Memory allocated in a
-capture belongs to the pool. A replay overwrites all memory of the pool that was free when its graph was
-captured, and all that later graphs of the pool allocated. * Memory outside of the pool that was freed since
-the capture contains anything.
+* A capture computes nothing: its tensors have no values before a replay, and what it changed is restored.
+* Nothing may wait for the device, read it, communicate or set the seed of a generator.
+* Memory allocated in a capture belongs to the pool. A replay overwrites all memory of the pool that was free
+  when its graph was captured, and all that later graphs of the pool allocated.
+* Memory outside of the pool that was freed since the capture contains anything.
 
 It does not imitate copies out of pinned memory, which a GPU reads again at each replay; they are refused.
 Draws of a replay go on from the state of the generator, as on a GPU.
@@ -20,6 +20,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -180,7 +181,7 @@ class CUDAGraph:
                 continue
             if _address(tensor) not in self.memory:
                 self.memory[_address(tensor)] = self._alias(tensor)
-            if _name(operator) not in _UNFILLED:
+            if operator_name(operator) not in _UNFILLED:
                 targets.append((self._alias(tensor), place))
         args, kwargs = pytree.tree_map_only(Tensor, self._alias, (args, kwargs))
         self._operators.append((operator, args, kwargs, targets))
@@ -217,14 +218,16 @@ class _Recorder(TorchDispatchMode):
 
 
 def _has_integer_indices(operator: Any, args: Any) -> bool:
-    if _name(operator) not in {"index", "index_put", "index_put_", "_index_put_impl_"}:
+    if operator_name(operator) not in {"index", "index_put", "index_put_", "_index_put_impl_"}:
         return False
     return all(index is None or index.dtype in (torch.int64, torch.int32) for index in args[1])
 
 
 def _changed_by(operator: Any, args: Any, kwargs: Any) -> list[Tensor]:
     arguments = schema_of(operator).arguments
-    statistics = _name(operator).endswith("batch_norm")  # their schemas do not say that they change them
+    statistics = operator_name(operator).endswith(
+        "batch_norm"
+    )  # their schemas do not say that they change them
     changed = [
         args[place] if place < len(args) else kwargs.get(argument.name)
         for place, argument in enumerate(arguments)
@@ -234,7 +237,9 @@ def _changed_by(operator: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return list(tensors_in(changed))
 
 
-def _name(operator: Any) -> str:
+@cache
+def operator_name(operator: Any) -> str:
+    """Name of an operator, without its namespace."""
     return str(schema_of(operator).name.partition("::")[2])
 
 

@@ -20,12 +20,12 @@ from torch.overrides import TorchFunctionMode
 from counterflow.common.tensors.torch_private import (
     TorchDispatchMode,
     device_constructors,
-    schema_of,
     whole_call,
     without_functions,
 )
 
 from . import captured_graphs, streams
+from .captured_graphs import operator_name
 from .device import NAME, Device, current, on
 from .device_memory import HOST, PINNED, FromHost, Place, ToHost, mark, place_of, same_memory, tensors_in
 from .streams import Stream
@@ -53,16 +53,6 @@ _READS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2"
 _ACROSS = {"copy_", "_to_copy", "_foreach_copy_", "index", "index_put", "index_put_", "_index_put_impl_"}
 """Operators that accept tensors of the host and of a device together."""
 
-_names: dict[Any, str] = {}
-"""Names of operators."""
-
-
-def _name(operator: Any) -> str:
-    name = _names.get(operator)
-    if name is None:
-        name = _names[operator] = schema_of(operator).name.partition("::")[2]
-    return name
-
 
 class _Operators(TorchDispatchMode):
     """Makes operators that touch memory wait for their stream, and checks that tensors are in one place."""
@@ -75,7 +65,7 @@ class _Operators(TorchDispatchMode):
         del types
         kwargs = kwargs or {}
         stream, device = streams.current_stream(), current()
-        name = _name(func)
+        name = operator_name(func)
         if stream is not None and name not in _AS_IT_IS:
             stream.run(f"computes {func}")
         with without_functions():  # these have seen the call, if Python made it
