@@ -56,7 +56,10 @@ def parts_of(record: Record, example: Example, places: Sequence[int], model: nn.
         length=rows[0].length,
     )
     return [
-        replace(part, sequence=SequenceSteps(of_slice, *row[4:]))
+        replace(
+            part,
+            sequence=SequenceSteps(of_slice, row.length, row.context, row.inputs, row.dims, row.attentions),
+        )
         for part, of_slice, row in zip(parts, sliced, rows, strict=True)
     ]
 

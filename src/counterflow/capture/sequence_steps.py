@@ -35,7 +35,6 @@ class SequenceRow(NamedTuple):
     takes: tuple[Ref, ...]
     steps: tuple[RecordedCall, ...]
     frees: tuple[tuple[Ref, ...], ...]
-    gives: tuple[Ref, ...]
     length: int
     context: tuple[RecordedCall, ...]
     inputs: tuple[Ref, ...]
@@ -137,7 +136,6 @@ class _Sequence:
             tuple(sorted(takes)),
             steps,
             tuple(frees),
-            tuple(sorted(later)),
             self._length,
             context,
             inputs,

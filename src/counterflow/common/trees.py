@@ -37,6 +37,11 @@ def each_tensor(tree: Any) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in tensors_in(tree)}.values())
 
 
+def bytes_in(tree: Any) -> int:
+    """Bytes of the tensors in a tree, of which each counts once."""
+    return sum(tensor.nbytes for tensor in each_tensor(tree))
+
+
 def version_of(tensor: Tensor) -> int:
     """Number of changes of a tensor in place (torch: ``_version``); inference mode does not count them."""
     return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001

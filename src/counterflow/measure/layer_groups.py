@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from counterflow.common.number_texts import byte_size
 from counterflow.common.tensors.dtypes import dtype_of
-from counterflow.common.trees import tensors_in
+from counterflow.common.trees import bytes_in, tensors_in
 from counterflow.errors import ConfigError
 from counterflow.runtime.counted_memory import available_bytes_here
 from counterflow.runtime.workers.world import current_transport
@@ -136,7 +136,7 @@ class LayerNeed:
         """
         weights = sum(tensor.nbytes for tensor in (*layer.parameters(), *layer.buffers()))
         trained = sum(parameter.nbytes for parameter in layer.parameters() if parameter.requires_grad)
-        saved = 0 if layer_pass is None else layer_pass.saved_bytes + _bytes(layer_pass.output)
+        saved = 0 if layer_pass is None else layer_pass.saved_bytes + bytes_in(layer_pass.output)
         # A backward has gradients that are not added yet, an update scratch memory: one more weight each.
         return cls(copies * weights + _COPIES * (3 + states) * trained, saved)
 
@@ -223,7 +223,3 @@ def _passes(subject: Subject, layers: Sequence[nn.Module], sizes: Sequence[int])
         return passes_of(layers, subject.batch(samples)[0], dtype_of(subject.execution.compute_dtype))[1]
     except Exception:
         return None
-
-
-def _bytes(value: Any) -> int:
-    return sum({id(tensor): tensor.nbytes for tensor in tensors_in(value)}.values())

@@ -7,7 +7,7 @@ are measured while they share it.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, cast
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from counterflow.common.tensors.dtensors import parts
 from counterflow.common.tensors.graphs import graph_of, pointer, pointers, saved_by, storage_bytes
-from counterflow.common.trees import tensors_in
+from counterflow.common.trees import bytes_in, tensors_in
 from counterflow.planning.inputs.profile import LayerProfile
 from counterflow.runtime.messages.values import Unit, flatten_value
 from counterflow.runtime.mini_batch.loss_output import total_loss
@@ -138,8 +138,8 @@ def _measured(
             kept_input_bytes=(round(scale * saved) - round(scale * beyond_input),),
             held_input_bytes=(round(scale * _held([*constant, *kept], passing)) if kept else 0,),
             weights_bytes=sum(p.numel() * p.element_size() for p in parameters),
-            buffer_bytes=_bytes(buffers),
-            noted_buffer_bytes=_bytes(module.get_buffer(name) for module, name in copy.buffers.places),
+            buffer_bytes=bytes_in(buffers),
+            noted_buffer_bytes=bytes_in([module.get_buffer(name) for module, name in copy.buffers.places]),
             output_bytes=0,
             cast_bytes=_held([], cast_to),
             attention_share=growth.attention,
@@ -187,8 +187,7 @@ def _state_bytes(
     found = []
     for chain in chains:
         output = output_of(copy, chain.taken[copy.stage], rows._replace(slices=2), pipeline.steps)
-        left = list(tensors_in([output.skips[number] for number in copy.skips.carries]))
-        found.append(sum({id(tensor): tensor.nbytes for tensor in left}.values()))
+        found.append(bytes_in([output.skips[number] for number in copy.skips.carries]))
     if len(found) == 1:
         return found[0], 0.0
     growing = (found[0] - found[1]) / (1.0 - chains[1].share)
@@ -205,10 +204,6 @@ def _in_both(constant: list[Tensor], run: Callable[[], list[Tensor]]) -> list[Te
         for graph in graphs
     ]
     return [saved[0][p] for p in saved[0].keys() & saved[1].keys() - pointers(constant)]
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
 
 
 def _held(constant: list[Tensor], kept: list[Tensor]) -> int:
