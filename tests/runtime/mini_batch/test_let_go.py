@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import gc
+from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from counterflow.measure.stages.allocations import allocated
 from counterflow.runtime.mini_batch.batch import Batch
@@ -50,3 +54,55 @@ def _kept_bytes() -> int:
 def test_losses_are_kept_without_those_of_their_elements() -> None:
     (kept,) = launch(_kept_bytes, workers=1, transport="local")
     assert kept < 8000  # those of one micro-batch
+
+
+class Outputs(nn.Module):
+    """A linear layer whose output has a structure."""
+
+    def __init__(self, structure: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.structure = nn.Linear(4, 4), structure
+
+    def forward(self, x: Tensor) -> Any:
+        return self.structure(self.linear(x))
+
+
+def _first(output: Any) -> Tensor:
+    return next(iter(output.values())) if isinstance(output, dict) else output[0]
+
+
+def _circular_tensors(structure: Callable[[Tensor], Any], training: bool) -> list[tuple[int, ...]]:
+    """Shapes of the tensors that steps, or evaluations, leave to Python's garbage collector."""
+    layers = [nn.Linear(4, 4), Outputs(structure)]
+
+    def loss(output: Any, target: Any) -> Tensor:
+        return nn.functional.mse_loss(_first(output), _first(target))
+
+    made = partial(torch.optim.SGD, lr=0.1)
+    with Pipeline(layers, loss, schemes.dapple(1, 2), optimizer=made) as pipeline:
+        gc.collect()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            for _ in range(2):
+                batch = torch.ones(6, 4), structure(torch.zeros(6, 4))
+                (pipeline.step if training else pipeline.evaluate)(*batch)
+            del batch
+            gc.collect()
+            return [tuple(each.shape) for each in gc.garbage if isinstance(each, Tensor)]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "structure",
+    [lambda x: {"y": x}, lambda x: OrderedDict(y=x), lambda x: [x, x], lambda x: ((x,), x)[0]],
+    ids=["dict", "ordered", "list", "tuple"],
+)
+def test_no_tensor_waits_for_the_garbage_collector(
+    structure: Callable[[Tensor], Any], training: bool
+) -> None:
+    # Pytree's functions refer to themselves, and so hold what their arguments refer to.
+    (shapes,) = launch(_circular_tensors, structure, training, workers=1, transport="local")
+    assert shapes == []
