@@ -51,29 +51,29 @@ def busy(processes: int) -> Iterator[None]:
             process.wait()
 
 
-def measured(options: dict[str, Any], mini_batch: int, steps: int) -> list[float]:
-    """Seconds of the steps of a pipeline with these options, on a worker."""
+def measured(options: dict[str, Any], samples: int, steps: int) -> list[float]:
+    """Seconds of a worker's steps with these options, of a replica that gets these samples."""
     subject = subject_of(prepare(load_config()))
     pipeline = cf.Pipeline(
         subject.layers, subject.loss, optimizer=subject.optimizer, execution=subject.execution, **options
     )
-    batch = subject.batch(mini_batch)
+    batch = subject.batch(samples)
     return [pipeline.step(*batch).seconds for _ in range(5 + steps)][5:]
 
 
 def row(name: str, measurement: Measurement, mini_batch: int, steps: int) -> dict[str, Any]:
     best = cf.plan(measurement, mini_batch=mini_batch).best[0]
     prediction, options = best.prediction, best.pipeline_options
-    workers = prediction.workers * prediction.configuration.replicas
+    replicas = prediction.configuration.replicas
+    workers = prediction.workers * replicas
+    samples = mini_batch // replicas
     transport = "gloo" if workers > 1 else "local"
-    taken = cf.launch(measured, options, mini_batch, steps, workers=workers, threads=1, transport=transport)[
-        0
-    ]
+    runs = cf.launch(measured, options, samples, steps, workers=workers, threads=1, transport=transport)
     block = measurement.profile.layer("gpt-block")
-    median = statistics.median(taken)
+    median = statistics.median(runs[0])
     return {
         "machine": name,
-        "plan": f"{prediction.schedule}, {prediction.configuration.replicas} replicas",
+        "plan": f"{prediction.schedule}, {replicas} replicas",
         "step": prediction.step_text,
         "step_seconds": prediction.step_seconds,
         "step_range_seconds": prediction.step_range_seconds,

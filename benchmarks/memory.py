@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -25,7 +27,8 @@ from typing import Any
 
 import torch
 from kit import RESULTS, arguments, machine_line
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d as c10d
 
 from counterflow.common.tensors.torch_private import allocation_events, errors_alone, start_allocations
 from counterflow.measure.equal_layers import kinds_of
@@ -34,6 +37,7 @@ from counterflow.measure.layer_times import bytes_of
 from counterflow.models.gpt import GPTConfig
 from counterflow.planning import Cluster, Configuration, Link, Model, Predictor, Profile
 from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.transport.gloo import GlooTransport
 from counterflow.runtime.transport.staging import PendingSend
 from counterflow.runtime.workers.launch import launch
 from counterflow.runtime.workers.world import current_transport
@@ -223,12 +227,57 @@ class _OnReaper(PendingSend):
         self.ended.set()
 
 
+class _Sum:
+    """A sum whose tensor this thread frees."""
+
+    def __init__(self, transfer: Any, tensor: Tensor) -> None:
+        self.transfer, self.tensor = transfer, [tensor]
+
+    def wait(self) -> None:
+        self.transfer.wait()
+        time.sleep(_LET_GO)
+        self.tensor.clear()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.transfer, name)
+
+
+_LET_GO = 0.005
+"""Seconds after which Gloo's own thread, whose frees are not noted, no longer refers to a call's tensors."""
+
+
+@contextmanager
+def frees_here() -> Iterator[None]:
+    """Let this thread free the tensors of collective calls, not now and then Gloo's own."""
+    functions = c10d.all_gather, c10d.broadcast
+    all_reduce = GlooTransport.all_reduce
+
+    def patient(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            result = call(*args, **kwargs)
+            time.sleep(_LET_GO)
+            return result
+
+        return called
+
+    def summed(transport: GlooTransport, tensor: Tensor, group: Any) -> Any:
+        return _Sum(all_reduce(transport, tensor, group), tensor)
+
+    c10d.all_gather, c10d.broadcast = map(patient, functions)
+    GlooTransport.all_reduce = summed  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        c10d.all_gather, c10d.broadcast = functions
+        GlooTransport.all_reduce = all_reduce  # type: ignore[method-assign]
+
+
 def peak_of_steps(make: Callable[[], Pipeline], inputs: Any, targets: Any) -> int:
     """A worker's peak of allocated bytes in ``STEPS``, with everything from the making of its pipeline on.
 
     Allocations of its thread and of the one that ends its sends are merged by time.
     """
-    with errors_alone():
+    with errors_alone(), frees_here():
         _OnReaper(start_allocations)
         start_allocations()
         pipeline = make()

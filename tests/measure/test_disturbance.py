@@ -14,7 +14,15 @@ from torch import nn
 from counterflow import Pipeline, launch, schemes
 from counterflow.common.laps import OP_LAPS, Lap, OpLap, Reading
 from counterflow.measure import op_times
-from counterflow.measure.disturbance import TimedSteps, quiet_seconds, undisturbed, waiting_seconds
+from counterflow.measure.disturbance import (
+    ThreadTimes,
+    TimedSteps,
+    computing_wait,
+    quiet_seconds,
+    thread_times,
+    undisturbed,
+    waiting_share,
+)
 from counterflow.measure.layer_times import timed
 from counterflow.measure.op_times import OpTimer
 from counterflow.schedule.ir import Op
@@ -47,6 +55,10 @@ class Machine:
 
     def read(self) -> Reading:
         return Reading(self.wall, self.processor, self.switches)
+
+    @property
+    def times(self) -> ThreadTimes:
+        return ThreadTimes(self.processor, self.waited)
 
     def run(self, seconds: float, waited: float = 0.0, waits: int = 0) -> tuple[Reading, Reading]:
         begin = self.read()
@@ -84,7 +96,7 @@ def times(monkeypatch: pytest.MonkeyPatch) -> Any:
         machine = Machine(steps)
         monkeypatch.setattr(op_times, "read_start", machine.read)
         monkeypatch.setattr(op_times, "read_stop", machine.read)
-        monkeypatch.setattr(op_times, "waiting_seconds", lambda: machine.waited)
+        monkeypatch.setattr(op_times, "thread_times", lambda: {"main": machine.times})
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
         pipeline: Any = machine
         timer = OpTimer(pipeline, None, None, machine.laps if with_laps else None)
@@ -196,28 +208,36 @@ def test_steps_of_workers_that_share_cores_are_not_repeated() -> None:
     assert timed(make, nothing, 1, 3, repeating=False) == 3
 
 
-def test_waits_of_all_threads_count(tmp_path: Path) -> None:
-    for thread, text in (("11", "5000 2000000000 7\n"), ("12", "0 500000000 1\n"), ("13", ""), ("14", None)):
+def test_times_of_threads_are_read(tmp_path: Path) -> None:
+    for thread, text in (
+        ("11", "5000000000 2000000000 7\n"),
+        ("12", "0 500000000 1\n"),
+        ("13", ""),
+        ("14", None),
+    ):
         (tmp_path / thread).mkdir()
         if text is not None:  # else a thread that has ended
             (tmp_path / thread / "schedstat").write_text(text)
-    assert waiting_seconds(tmp_path) == 2.5
-    assert waiting_seconds(tmp_path / "none") == 0.0
+    assert thread_times(tmp_path) == {"11": (5.0, 2.0), "12": (0.0, 0.5)}
+    assert thread_times(tmp_path / "none") == {}
 
 
-@pytest.mark.parametrize(
-    ("seconds", "waiting", "expected"),
-    [
-        ([1.0, 2.0, 3.0], [0.0, 0.0, 0.0], 2.0),
-        ([1.0, 20.0, 30.0], [0.0, 0.9, 0.9], 1.0),
-        ([5.0, 20.0, 3.0, 9.0], [0.0, 0.9, 0.9, 0.9], 3.0),  # too few are quiet
-        ([5.0], [0.9], 5.0),
-    ],
-)
-def test_messages_are_those_without_waits_or_the_quickest(
-    seconds: list[float], waiting: list[float], expected: float
-) -> None:
-    assert quiet_seconds(seconds, waiting) == expected
+def test_waits_of_threads_that_carry_messages_do_not_count() -> None:
+    before = {"main": ThreadTimes(1.0, 1.0), "gloo": ThreadTimes(1.0, 1.0)}
+    after = {"main": ThreadTimes(2.0, 1.25), "gloo": ThreadTimes(1.25, 9.0), "new": ThreadTimes(0.5, 0.5)}
+    assert computing_wait(before, after) == 0.5  # of the new one, which computed for half as long
+    assert computing_wait({}, {}) == 0.0
+
+
+def test_the_waiting_share_is_that_of_laps_that_tell() -> None:
+    assert waiting_share([Lap(1.0, 0.5, 0), Lap(9.0, 0.0, 1)]) == 0.5
+    assert waiting_share([Lap(1.0, 0.5, None)]) is None
+    assert waiting_share([Lap(1.0, 1.5, 0)]) == 0.0  # clocks of different steps
+
+
+@pytest.mark.parametrize(("quiet", "expected"), [(True, 2.0), (False, 1.0)])
+def test_messages_take_the_median_or_on_a_busy_machine_the_minimum(quiet: bool, expected: float) -> None:
+    assert quiet_seconds([1.0, 20.0, 2.0], quiet=quiet) == expected
 
 
 def test_laps_of_which_nothing_is_known() -> None:

@@ -8,16 +8,17 @@ fastest. Nothing is measured here.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from counterflow.common.laps import Lap, Reading, lap
 
 WAITING = 0.05
-"""Share of a step in which threads waited for a processor, from which the step is disturbed."""
+"""Share of a step in which computing threads waited for a processor, from which the step is disturbed."""
 
 SLOWER = 1.25
 """Multiple of the fastest step from which a step is disturbed."""
@@ -26,22 +27,60 @@ LOW, HIGH = 0.1, 0.9
 """Quantiles of repeats between which a time is said to be."""
 
 
-def waiting_seconds(tasks: Path = Path("/proc/self/task")) -> float:
-    """Seconds in which threads of this process were ready to run and had no processor, in total.
+class ThreadTimes(NamedTuple):
+    """Seconds of a thread on a processor, and seconds in which it was ready to run and had none."""
 
-    It is 0 if the system does not count them; Linux does, in the second number of ``schedstat``.
+    processor: float
+    waiting: float
+
+
+def thread_times(tasks: Path = Path("/proc/self/task")) -> dict[str, ThreadTimes]:
+    """Times of each thread of this process since it began, by its number.
+
+    They are empty if the system does not count them; Linux does, in ``schedstat``.
 
     Args:
         tasks: folder with one of each thread.
     """
-    nanoseconds = 0
+    times = {}
     for thread in tasks.glob("*"):
         try:
             numbers = (thread / "schedstat").read_text(encoding="ascii").split()
         except OSError:  # it has ended
             continue
-        nanoseconds += int(numbers[1]) if len(numbers) > 1 else 0
-    return nanoseconds / 1e9
+        if len(numbers) > 1:
+            times[thread.name] = ThreadTimes(int(numbers[0]) / 1e9, int(numbers[1]) / 1e9)
+    return times
+
+
+def computing_wait(begin: Mapping[str, ThreadTimes], end: Mapping[str, ThreadTimes]) -> float:
+    """Seconds in which a computing thread had no processor between two readings: the longest of all threads'.
+
+    Threads compute that had a processor for half as long as the busiest one, or longer. The others carry
+    messages and wait for each other on a quiet machine, too.
+
+    >>> before = {"1": ThreadTimes(1.0, 0.0), "2": ThreadTimes(0.0, 0.0)}
+    >>> computing_wait(before, {"1": ThreadTimes(5.0, 0.5), "2": ThreadTimes(0.25, 3.0)})
+    0.5
+    """
+    zero = ThreadTimes(0.0, 0.0)
+    passed = []
+    for thread, times in end.items():
+        earlier = begin.get(thread, zero)
+        passed.append(ThreadTimes(times.processor - earlier.processor, times.waiting - earlier.waiting))
+    busiest = max((times.processor for times in passed), default=0.0)
+    return max((times.waiting for times in passed if 2 * times.processor >= busiest), default=0.0)
+
+
+def waiting_share(laps: Sequence[Lap]) -> float | None:
+    """Share of laps' time in which others had their thread's processor; None if no lap tells.
+
+    >>> waiting_share([Lap(2.0, 1.5, 0), Lap(2.0, 1.5, 0), Lap(9.0, 1.0, 2)])
+    0.25
+    """
+    exact = [lap for lap in laps if lap.waits == 0]
+    wall = sum(lap.wall for lap in exact)
+    return max(0.0, 1.0 - sum(lap.processor for lap in exact) / wall) if wall else None
 
 
 def thread_lap(begin: Reading, end: Reading) -> Lap:
@@ -77,24 +116,16 @@ def undisturbed(laps: Sequence[Lap], *, exact: bool | None = None) -> list[float
     return [lap.wall for lap in laps]
 
 
-def quiet_seconds(seconds: Sequence[float], waiting: Sequence[float]) -> float:
-    """Seconds of one event of several, of which some were disturbed.
+def quiet_seconds(seconds: Sequence[float], *, quiet: bool) -> float:
+    """Seconds of an event that was repeated: the median, or on a busy machine the minimum.
 
-    It is the median of those in which no thread waited for a processor, as long as they are a third or more;
-    otherwise the minimum of all, because a wait makes an event longer and never shorter.
+    A busy machine makes an event longer and never shorter.
 
     Args:
         seconds: seconds of each, one or more.
-        waiting: share of each in which threads waited for a processor.
-
-    >>> quiet_seconds([1.0, 9.0, 3.0], [0.0, 0.8, 0.0])
-    2.0
-    >>> quiet_seconds([2.0, 9.0, 8.0, 9.0], [0.1, 0.8, 0.8, 0.8])
-    2.0
+        quiet: True if no other program had the processors.
     """
-    rows = zip(seconds, waiting, strict=True)
-    quiet = [duration for duration, share in rows if share <= WAITING]
-    return statistics.median(quiet) if 3 * len(quiet) >= len(seconds) else min(seconds)
+    return statistics.median(seconds) if quiet else min(seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +134,8 @@ class TimedSteps:
 
     Attributes:
         seconds: seconds of each step.
-        waiting: share of each step in which threads of a worker waited for a processor, of the worker that
-            waited most.
+        waiting: share of each step's ops in which a worker's computing threads waited for a processor, of the
+            worker that waited most.
     """
 
     seconds: tuple[float, ...]

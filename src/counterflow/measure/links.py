@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
+from counterflow.common.laps import lap, read_start, read_stop
 from counterflow.runtime.transport.base import Transport
 from counterflow.runtime.workers.world import current_transport
 
-from .disturbance import quiet_seconds, waiting_seconds
+from .disturbance import WAITING, quiet_seconds, waiting_share
 
 MESSAGES = (4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 """Bytes of the messages and all-reduces from which latency and seconds per byte are fitted."""
@@ -68,19 +69,32 @@ def _measured(
     transport: Transport, size: int, repeats: int, run: Callable[[torch.Tensor], float | None]
 ) -> Travel:
     tensor = torch.zeros(size // 4, device=transport.device)
-    durations, waits = [], []
+    durations = []
+    quiet = _is_quiet(transport)
     for turn in range(repeats + max(2, repeats // 3)):
-        waited = waiting_seconds()
         transport.gather([0.0])  # all begin together
         seconds = run(tensor)
-        passed, waited = seconds or 0.0, waiting_seconds() - waited
-        rows = transport.gather([passed, waited])
-        longest, waiting = (max(column) for column in zip(*rows, strict=True))
         if seconds is not None and turn >= max(2, repeats // 3):
             durations.append(seconds)
-            waits.append(waiting / longest if longest else 0.0)
-    seconds = quiet_seconds(durations, waits) if durations else 0.0
+    quiet = _is_quiet(transport) and quiet  # all workers ask
+    seconds = quiet_seconds(durations, quiet=quiet) if durations else 0.0
     return Travel(size, max(row[0] for row in transport.gather([seconds])))
+
+
+_PROBE_SECONDS = 0.02
+
+
+def _is_quiet(transport: Transport) -> bool:
+    """True if all workers have a processor for themselves while they compute at the same time.
+
+    Waits of messages do not tell it: threads that carry these wait for each other on a quiet machine, too.
+    """
+    transport.gather([0.0])
+    begin = read_start()
+    while time.perf_counter() - begin.wall < _PROBE_SECONDS:
+        pass
+    share = waiting_share([lap(begin, read_stop())]) or 0.0
+    return max(row[0] for row in transport.gather([share])) <= WAITING
 
 
 def _there_and_back(transport: Transport, tensor: torch.Tensor, pair: tuple[int, int]) -> float | None:

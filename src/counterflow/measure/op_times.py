@@ -21,7 +21,18 @@ from counterflow.common.laps import Lap, OpLap, lap, read_start, read_stop
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.schedule.ir import Op, OpKind
 
-from .disturbance import HIGH, LOW, WAITING, TimedSteps, is_exact, thread_lap, undisturbed, waiting_seconds
+from .disturbance import (
+    HIGH,
+    LOW,
+    WAITING,
+    TimedSteps,
+    computing_wait,
+    is_exact,
+    thread_lap,
+    thread_times,
+    undisturbed,
+    waiting_share,
+)
 
 T = TypeVar("T")
 
@@ -104,10 +115,12 @@ class OpTimer:
         """Run a timed step."""
         pipeline = self.pipeline
         pipeline.transport.gather([])  # all begin together
-        waited, begin = waiting_seconds(), read_start()
+        threads, begin = thread_times(), read_start()
         step = pipeline.step(*self._batch)
         passed = lap(begin, read_stop())
-        waiting = min(1.0, (waiting_seconds() - waited) / passed.wall)
+        waiting = waiting_share([thread_lap(op.begin, op.end) for op in self._laps])
+        if waiting is None:
+            waiting = min(1.0, computing_wait(threads, thread_times()) / passed.wall)
         rows = pipeline.transport.gather([step.seconds, waiting])
         seconds, waiting = (max(column) for column in zip(*rows, strict=True))
         timeline = pipeline.timeline(pipeline.replica)
