@@ -68,7 +68,7 @@ class Outputs(nn.Module):
 
 
 def _first(output: Any) -> Tensor:
-    return next(iter(output.values())) if isinstance(output, dict) else output[0]
+    return torch.as_tensor(next(iter(output.values())) if isinstance(output, dict) else output[0])
 
 
 def _circular_tensors(structure: Callable[[Tensor], Any], training: bool) -> list[tuple[int, ...]]:
