@@ -76,7 +76,7 @@ def _measured(
         seconds = run(tensor)
         if seconds is not None and turn >= max(2, repeats // 3):
             durations.append(seconds)
-    quiet = _is_quiet(transport) and quiet  # all workers ask
+    quiet = _is_quiet(transport) or quiet  # all workers ask; another program goes on, a moment does not
     seconds = quiet_seconds(durations, quiet=quiet) if durations else 0.0
     return Travel(size, max(row[0] for row in transport.gather([seconds])))
 
