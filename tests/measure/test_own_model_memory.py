@@ -144,10 +144,12 @@ def test_planned_memory_is_that_which_the_engine_counts(name: str) -> None:
     link = Link(0.0, 0.0)
     predictor = Predictor(model, profile, Cluster("c", 1, 2, 1e12, inside=link, between=link, cores=2))
     module, loss, example = parts(name)
-    for scheme, recompute in (
-        ("dapple", Recompute.NONE),
-        ("chimera", Recompute.NONE),
-        ("gpipe", Recompute.LAYER),
+    # Not planned: what gradients of concatenated tensors share, and inputs of pieces that nothing saves.
+    for scheme, recompute, error in (
+        ("dapple", Recompute.NONE, 0.05),
+        ("chimera", Recompute.NONE, 0.05),
+        ("gpipe", Recompute.LAYER, 0.05),
+        ("zb-h1", Recompute.NONE, 0.08),
     ):
         options = {"stages": 2, "micro_batches": 4}
         plan = Configuration.of(scheme, options, 1, SAMPLES // 4, recompute=recompute)
@@ -162,7 +164,7 @@ def test_planned_memory_is_that_which_the_engine_counts(name: str) -> None:
         counts = [worker.weights for worker in counted.workers]
         assert weights == pytest.approx(counts, rel=0.02), (scheme, recompute)
         planned = max(worker.total for worker in play.memory)
-        assert planned == pytest.approx(counted.peak_bytes, rel=0.05), (scheme, recompute)
+        assert planned == pytest.approx(counted.peak_bytes, rel=error), (scheme, recompute)
 
 
 RANDOM_STATE = torch.get_rng_state().nbytes

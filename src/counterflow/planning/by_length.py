@@ -35,6 +35,7 @@ _BYTES = (
     "kept_input_bytes",
     "kept_output_bytes",
     "kept_gradient_bytes",
+    "kept_output_gradient_bytes",
     "kept_anyway_bytes",
     "held_input_bytes",
     "forward_peak_bytes",

@@ -131,6 +131,14 @@ def test_between_the_halves_of_a_backward_layers_whose_weights_wait_hold_their_i
     # When the first layer has its turn, the second one has dropped 8 of its 20, and left 12 of gradients but
     # for the output's 10, which is somebody else's; and there is the gradient of its input.
     assert space[OpKind.INPUT_GRADIENT] == 40.0 - 8.0 + 2.0 + 10.0
+    # In one piece the second one's input is in no leaf, and nothing is dropped before the end.
+    small = replace(block, graph_nodes=10)
+    together, space = stage_bytes([small, small], [10.0, 10.0], 1)
+    assert together[Saved.WEIGHT_OPERANDS] == 2 * 24.0 + 10.0
+    assert space[OpKind.INPUT_GRADIENT] == 40.0 + 2.0 + 10.0
+    # An output's gradient that no weight needs is not saved.
+    other = replace(small, kept_output_gradient_bytes=(0.0,))
+    assert stage_bytes([other, other], [10.0, 10.0], 1)[1][OpKind.INPUT_GRADIENT] == 40.0 + 12.0 + 10.0
     unused = replace(block, held_input_bytes=(0.0,), kept_bytes=(34.0,))  # its weights need the input
     operands = stage_bytes([unused, unused], [10.0, 10.0], 1)[0][Saved.WEIGHT_OPERANDS]
     assert operands == tensors[Saved.WEIGHT_OPERANDS]

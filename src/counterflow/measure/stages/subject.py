@@ -11,7 +11,7 @@ from torch import Tensor
 
 from counterflow.api.skip import Carried
 from counterflow.common.laps import Reading, read_start
-from counterflow.common.tensors.graphs import graph_of, pointer, pointers, saved_by, storage_bytes
+from counterflow.common.tensors.graphs import graph_of, pointer, pointers, saved_by, storage_bytes, variable
 from counterflow.common.trees import tensors_in
 from counterflow.planning.inputs.layer_parts import InputTensors
 from counterflow.planning.inputs.profile import LayerProfile
@@ -184,6 +184,7 @@ def with_workspace(
             input_gradient_peak_bytes=zero,
             weight_gradients_peak_bytes=zero,
             kept_gradient_bytes=zero,
+            kept_output_gradient_bytes=zero,
         )
     inputs = pointers(subject.inputs)
     size = sum(size for address, size in storage_bytes(outputs).items() if address not in inputs)
@@ -198,8 +199,11 @@ def with_workspace(
     _, outputs = split_pass.forward(subject.inputs, subject.value)
     gradients = [torch.ones_like(t) for t in outputs]
     ends = () if split_pass.detach_points is None else split_pass.detach_points.ends
-    saved = pointers(saved_by(graph_of(outputs, more=ends))) | pointers(subject.inputs)
-    del outputs
+    graph = list(graph_of(outputs, more=ends))
+    leaves = (variable(node) for node in graph)
+    graph_nodes = sum(leaf is None or pointer(leaf) not in inputs for leaf in leaves)
+    saved = pointers(saved_by(graph)) | pointers(subject.inputs)
+    del outputs, graph, leaves
     split_pass.settle()
     split_pass.prepare(defers=True)
     with allocated(device) as first:
@@ -208,7 +212,8 @@ def with_workspace(
     kept = storage_bytes(split_pass.deferred())
     with allocated(device) as second:
         split_pass.weight_gradients()
-    created = sum(size for pointer, size in kept.items() if pointer not in saved)
+    created = {address: size for address, size in kept.items() if address not in saved}
+    of_output = storage_bytes(gradients)
     return replace(
         profile,
         forward_peak_bytes=(round(scale * forward.peak),),
@@ -216,5 +221,9 @@ def with_workspace(
         backward_peak_bytes=(round(scale * backward.peak),),
         input_gradient_peak_bytes=(round(scale * first.peak),),
         weight_gradients_peak_bytes=(round(scale * second.peak),),
-        kept_gradient_bytes=(round(scale * created),),
+        kept_gradient_bytes=(round(scale * sum(created.values())),),
+        kept_output_gradient_bytes=(
+            round(scale * sum(size for address, size in created.items() if address in of_output)),
+        ),
+        graph_nodes=graph_nodes,
     )

@@ -21,6 +21,7 @@ _DIVIDED = (
     "kept_input_bytes",
     "kept_output_bytes",
     "kept_gradient_bytes",
+    "kept_output_gradient_bytes",
     "kept_anyway_bytes",
     "held_input_bytes",
     "weight_gradients_peak_bytes",

@@ -164,6 +164,8 @@ class _Walk:
         rows = zip(self.table, needed, strict=True)
         self.between = [stage.tensors[Saved.WEIGHT_OPERANDS] - inputs for stage, inputs in rows]
         """Bytes that input gradients save, without inputs."""
+        self.kept_gradients = stages.kept_output_gradients
+        """Bytes of these that are gradients of stages' outputs."""
         self.counted = stages.saved_inputs(recompute)
         """Bytes of inputs that forwards leave."""
         self.saved_outputs = stages.saved_outputs(recompute)
@@ -267,7 +269,8 @@ class _Walk:
         gradient = self.gradients[stage] * self.work(op) if stage < self.last else 0.0
         inputs = self.counted[stage]
         graph = (self.table[stage].tensors[Saved.ACTIVATIONS] - inputs) * self.work(op)
-        rest = max(0.0, self.between[stage] * self.work(op) - gradient)
+        of_output = min(self.kept_gradients[stage] * self.work(op), gradient)
+        rest = max(0.0, self.between[stage] * self.work(op) - of_output)
         if first:
             graph += self.stored.pop(op[1:], 0.0)
         before, after = self._of_state(op)

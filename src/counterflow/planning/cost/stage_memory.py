@@ -2,14 +2,17 @@
 
 Invariant: a tensor that two layers save, one as its output and the next as its input, counts once. Layers run
 one after another: in a forward saved tensors stay, in a backward they are freed layer by layer, from the last
-one. A split backward frees layer by layer what only the input gradient needed, and adds tensors for the
-weight gradients. A layer whose weight gradients are pending also holds its input, because its graph does.
+one. A split backward goes piece by piece (``common.graph_pieces``): after each it frees what only the input
+gradient needed; layer by layer it adds tensors for the weight gradients. The first layer of a piece whose
+weight gradients are pending also holds its input, because its graph does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
+from counterflow.common.graph_pieces import piece_starts
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.op import OpKind, Saved
 
@@ -179,11 +182,22 @@ def _weight_operands(
 ) -> float:
     """Bytes between the halves of a split backward, without the stage's input."""
     total = sum(layer.kept(samples) for layer in layers)
-    graph_inputs = [layer.peak(layer.held_input_bytes, samples) for layer in layers]
-    # What the layer before passes on, that one holds.
-    rows = zip(graph_inputs[1:], tensors.passed[1:], strict=True)
-    total += sum(max(0.0, size - passed) for size, passed in rows)
+    for before, piece in pairwise(_pieces(layers, tensors)):
+        first = piece.start
+        of_graph = layers[first].peak(layers[first].held_input_bytes, samples)
+        # What the piece before passes on, that one holds.
+        total += max(0.0, of_graph - min(tensors.passed[before.start + 1 : first + 1]))
     return total - _needed_input(layers[0], inputs[0], samples)
+
+
+def _pieces(layers: Sequence[LayerProfile], tensors: StageInputs) -> list[range]:
+    """Layers of each piece of the stage's graph, if its backward is split."""
+    of_input = layers[0].input_tensors
+    inputs = len(of_input.gradients) if of_input is not None else 1
+    separates = tensors.gradients[0] > 0
+    nodes = [layer.graph_nodes for layer in layers]
+    starts = piece_starts(nodes, separates=separates, inputs=inputs if separates else 0)
+    return [range(*bounds) for bounds in pairwise([*starts, len(layers)])]
 
 
 def _needed_input(layer: LayerProfile, size: float, samples: float) -> float:
@@ -201,19 +215,26 @@ def _input_gradient(
     tensors: StageInputs,
 ) -> float:
     between = tensors.first_saved
-    most = growth = stays = 0.0  # stays: the gradient of the output
-    for number in reversed(range(len(layers))):
-        layer, last = layers[number], number + 1 == len(layers)
-        gradient = _output_gradient(tensors, number)
-        most = max(most, growth + gradient + layer.peak(layer.input_gradient_peak_bytes, samples))
-        gradients = layer.peak(layer.kept_gradient_bytes, samples)
-        needed = _needed_input(layer, inputs[number], samples)
-        operands = max(
-            0.0, layer.kept(samples) - gradients - needed
-        )  # part of the tensors that the forward saved
-        growth -= max(0.0, internal[number] - operands - stays)
-        stays = needed + layer.peak(layer.held_input_bytes, samples)
-        growth -= max(0.0, between[number] - stays)
-        stays = max(0.0, stays - between[number])
-        growth += max(0.0, gradients - layer.output_bytes * samples) if last else gradients
+    most = growth = stays = (
+        0.0  # stays: the part of the input of the layer after that is counted with this one
+    )
+    for piece in reversed(_pieces(layers, tensors)):
+        freed = 0.0
+        for number in reversed(piece):
+            layer, last = layers[number], number + 1 == len(layers)
+            # Nothing is copied here to pass it on.
+            gradient = 0.0 if last else tensors.gradients[number + 1]
+            most = max(most, growth + gradient + layer.peak(layer.input_gradient_peak_bytes, samples))
+            gradients = layer.peak(layer.kept_gradient_bytes, samples)
+            needed = _needed_input(layer, inputs[number], samples)
+            # part of the tensors that the forward saved
+            operands = max(0.0, layer.kept(samples) - gradients - needed)
+            freed += max(0.0, internal[number] - operands - stays)
+            stays = needed
+            if number == piece.start:
+                stays += layer.peak(layer.held_input_bytes, samples)
+            freed += max(0.0, between[number] - stays)
+            stays = max(0.0, stays - between[number])
+            growth += gradients - (layer.kept_output_gradient(samples) if last else 0.0)
+        growth -= freed
     return float(most)

@@ -297,6 +297,11 @@ class StageCosts:
         return [tensors.saved_output for tensors in self.tensors]
 
     @cached_property
+    def kept_output_gradients(self) -> list[float]:
+        """Bytes of gradients of each stage's output that its weight gradients need."""
+        return [self._of_kind[kinds[-1]].kept_output_gradient(self.samples) for kinds in self._kinds]
+
+    @cached_property
     def _states(self) -> list[dict[Saved, float]]:
         if not self.profile.positions:
             return [{}] * self.stages

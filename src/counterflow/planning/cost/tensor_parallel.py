@@ -67,6 +67,7 @@ def of_position(
         saved_bytes=shrunk(layer.saved_bytes, division.saved),
         kept_bytes=shrunk(layer.kept_bytes, division.saved),
         kept_gradient_bytes=shrunk(layer.kept_gradient_bytes, division.saved),
+        kept_output_gradient_bytes=shrunk(layer.kept_output_gradient_bytes, division.saved),
         forward_peak_bytes=shrunk(layer.forward_peak_bytes, division.peaks),
         backward_peak_bytes=shrunk(layer.backward_peak_bytes, division.peaks),
         input_gradient_peak_bytes=shrunk(layer.input_gradient_peak_bytes, division.peaks),

@@ -36,6 +36,7 @@ _ALONE = (
     "fixed_share",
     "state_bytes",
     "slice_state_bytes",
+    "graph_nodes",
 )
 _PEAKS = (
     "forward_peak_bytes",
@@ -50,6 +51,7 @@ _IF_THERE = (
     "kept_input_bytes",
     "kept_output_bytes",
     "kept_gradient_bytes",
+    "kept_output_gradient_bytes",
     "kept_anyway_bytes",
     "held_input_bytes",
     *_PEAKS,
@@ -99,8 +101,10 @@ class LayerProfile:
         kept_anyway_bytes: the part of ``saved_bytes`` at each size that stays although the layer is computed
             again: that of the loss, which is not. Empty: 0.
         kept_gradient_bytes: gradients that the first half saves for the other, including that of the output.
+        kept_output_gradient_bytes: the part of these that is the gradient of the output. Empty: all, up to
+            the size of the output.
         held_input_bytes: the part of its input that exists between the halves although no weight needs it,
-            because the pending graph holds it. Empty: 0.
+            because the pending graph holds it, if the layer begins a piece of the graph. Empty: 0.
         update_peak_bytes: memory that the optimiser needs while it updates the layer, in addition to its
             state.
         attention_share: share of the seconds of a forward, and of a backward, that is attention to earlier
@@ -124,6 +128,8 @@ class LayerProfile:
             layer has one version; one that several layers share counts in each.
         noted_buffer_bytes: the part of these without running statistics, whose contents are noted if a stage
             has copies, or forwards are computed again.
+        graph_nodes: number of nodes of its autograd graph, which tells the pieces of a split backward; 0:
+            not known, the layer is one.
 
     Raises:
         ConfigError: there are no sizes, sizes do not rise, or a number for a size is missing or negative.
@@ -171,6 +177,8 @@ class LayerProfile:
     input_tensors: InputTensors | None = None
     buffer_bytes: float = 0.0
     noted_buffer_bytes: float = 0.0
+    kept_output_gradient_bytes: tuple[float, ...] = ()
+    graph_nodes: int = 0
 
     def __post_init__(self) -> None:
         if not self.samples or self.samples[0] <= 0 or any(a >= b for a, b in pairwise(self.samples)):
@@ -311,6 +319,12 @@ class LayerProfile:
     def kept_output(self, samples: float) -> float:
         """The part of the saved bytes that is the layer's output."""
         return self._bytes(self.kept_output_bytes or (0.0,) * len(self.samples), samples)
+
+    def kept_output_gradient(self, samples: float) -> float:
+        """Bytes between the halves of a split backward that are the gradient of the layer's output."""
+        if not self.kept_output_gradient_bytes:
+            return min(self.peak(self.kept_gradient_bytes, samples), self.output_bytes * samples)
+        return self._bytes(self.kept_output_gradient_bytes, samples)
 
     def forward_peak(self, samples: float, size: float) -> float:
         """Maximum memory of its forward without its input, whose size is ``size``."""

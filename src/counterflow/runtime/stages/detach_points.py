@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from counterflow.common.graph_pieces import PieceRule
 from counterflow.common.tensors.graphs import variable
 from counterflow.common.tensors.torch_private import without_functions
 from counterflow.common.trees import mapped, versions
@@ -19,9 +20,6 @@ from counterflow.common.trees import mapped, versions
 from .graph_split import TraversedGraph, below, is_cut
 from .input_guard import same_tensors
 from .replays import Replay
-
-NODES_A_PIECE = 24
-"""Minimum number of nodes in a piece of a graph: entering autograd costs as much as visiting this many."""
 
 
 class DetachPoint(NamedTuple):
@@ -85,16 +83,15 @@ class DetachPoints:
             return
         roots = [get_gradient_edge(tensor) for tensor in outputs if tensor.requires_grad]
         layers: set[int] = set()
-        size = 0
         inputs = [tensor for tensor in inputs if tensor.requires_grad]
-        separates = bool(inputs)  # else the first layers need no input gradient
+        rule = PieceRule(separates=bool(inputs))
         for layer, (value, before, edges) in self._seen.items():
             beneath = len(below(edges))
-            if not edges or (separates and beneath < size + NODES_A_PIECE):
+            if not edges or not rule.may_begin(beneath):
                 continue
             if versions(value) == before and is_cut(roots, edges, inputs):
                 layers.add(layer)
-                separates, size = True, beneath
+                rule.begin(beneath)
         self._seen.clear()
         self.split_planner.detached_layers = frozenset(layers)
 
