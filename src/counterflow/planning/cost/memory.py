@@ -133,13 +133,26 @@ def walked(
     peaks = []
     for worker, order in enumerate(schedule.orders):
         walk = _Walk(schedule, worker, stages, recompute)
+        updates = set() if schedule.synchronous else _updates(schedule, order)
         for number, op in enumerate(order):
             walk.post(between[worker][number])
             walk.run(op)
             walk.versions += versions[graph.first[worker] + number]
+            if number in updates:
+                walk.update(updating[worker])
         walk.post(between[worker][len(order)])
         peaks.append(walk.peak(updating[worker]))
     return tuple(peaks)
+
+
+def _updates(schedule: Schedule, order: Sequence[Op]) -> set[int]:
+    """Numbers of the ops of a worker after which a stage is updated: the last gradients of each period."""
+    last = {
+        (op.stage, schedule.period_of(op)): number
+        for number, op in enumerate(order)
+        if Product.WEIGHT_GRADIENTS in op.kind.makes
+    }
+    return {*last.values()}
 
 
 class _Walk:
@@ -317,6 +330,10 @@ class _Walk:
         total = self.stash + during + moving + self.versions
         if total > self.best[0]:
             self.best = total, self.stash + stays, during - stays, moving, self.versions, self.inputs
+
+    def update(self, updating: float) -> None:
+        """An update while other micro-batches are in flight."""
+        self._record_peak(updating, 0.0)
 
     def peak(self, updating: float) -> WorkerMemory:
         """The most of all ops, or of the update after them."""
