@@ -123,8 +123,8 @@ class Alone(Transport):
         return Ready([list(values)] * self.world_size)
 
     def gather_objects(self, value: object) -> list[object]:
-        titles = isinstance(value, dict) and any(isinstance(key, str) for key in value)
-        return [value if titles else Anything()] * self.world_size
+        of_stages = isinstance(value, dict) and not any(isinstance(key, str) for key in value)
+        return [Anything() if of_stages else value] * self.world_size
 
     def statuses(self) -> list[Status | None]:
         return [self.status]

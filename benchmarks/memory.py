@@ -36,6 +36,7 @@ from counterflow.measure.layer_costs import assembled
 from counterflow.measure.layer_times import bytes_of
 from counterflow.models.gpt import GPTConfig
 from counterflow.planning import Cluster, Configuration, Link, Model, Predictor, Profile
+from counterflow.runtime.parameters.digest import digest
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.transport.gloo import GlooTransport
 from counterflow.runtime.transport.staging import PendingSend
@@ -306,6 +307,8 @@ def peak_of_steps(make: Callable[[], Pipeline], inputs: Any, targets: Any) -> in
 def measured(every: list[tuple[Run, tuple[int, ...]]]) -> list[int]:
     """What a worker runs: its peak of each run, with everything from the pipeline's making on."""
     found = []
+    for large in (1 << 17, 1 << 20):  # factors of digests, made once for each process
+        digest([torch.zeros(large)], torch.device("cpu"))
     for run, cuts in every:
         print(run, flush=True)
         schedule = registry.build(run.scheme, run.options)

@@ -144,7 +144,7 @@ def test_planned_memory_is_that_which_the_engine_counts(name: str) -> None:
     link = Link(0.0, 0.0)
     predictor = Predictor(model, profile, Cluster("c", 1, 2, 1e12, inside=link, between=link, cores=2))
     module, loss, example = parts(name)
-    # Not planned: what gradients of concatenated tensors share, and inputs of pieces that nothing saves.
+    # Not planned: memory that gradients of concatenated tensors share.
     for scheme, recompute, error in (
         ("dapple", Recompute.NONE, 0.05),
         ("chimera", Recompute.NONE, 0.05),

@@ -30,7 +30,7 @@ from counterflow.program.actions import Action, Matching, Receive
 from counterflow.program.lowering import messages, unit_times
 from counterflow.schedule.ir import Op, Product, Schedule
 from counterflow.schedule.modes import Recompute
-from counterflow.schedule.op import Saved
+from counterflow.schedule.op import OpKind, Saved
 from counterflow.schedule.placement import Placement
 from counterflow.simulation import Piece
 from counterflow.simulation.memory import Changes, above_base
@@ -181,6 +181,9 @@ class _Walk:
         """Bytes of these that are gradients of stages' outputs."""
         self.counted = stages.saved_inputs(recompute)
         """Bytes of inputs that forwards leave."""
+        splits = any(op.kind is OpKind.INPUT_GRADIENT for op in schedule.orders[worker])
+        self.leaves = stages.leaves if splits and not recompute.recomputes else [0.0] * schedule.stages
+        """Bytes that forwards leave for the pieces of a split backward."""
         self.saved_outputs = stages.saved_outputs(recompute)
         """Bytes of outputs that forwards leave."""
         self.stash = 0.0
@@ -245,7 +248,7 @@ class _Walk:
         work, (before, after) = self.work(op), self._of_state(op)
         at_start, at_end = self._changes(op)
         at_start, at_end = at_start * work + before, at_end * work + after
-        stays = at_start + at_end - self.counted[stage] * self.work(op)
+        stays = at_start + at_end + (self.leaves[stage] - self.counted[stage]) * work
         if stage and not self._is_local(op, stage - 1):
             self.inputs += self._input(op)
         self._record_peak(max(stays, at_start - self.entering[stage] * self.work(op)), stays)
@@ -281,7 +284,8 @@ class _Walk:
             self._free_sent(op)
         gradient = self.gradients[stage] * self.work(op) if stage < self.last else 0.0
         inputs = self.counted[stage]
-        graph = (self.table[stage].tensors[Saved.ACTIVATIONS] - inputs) * self.work(op)
+        saved = self.table[stage].tensors[Saved.ACTIVATIONS] + self.leaves[stage] - inputs
+        graph = saved * self.work(op)
         of_output = min(self.kept_gradients[stage] * self.work(op), gradient)
         rest = max(0.0, self.between[stage] * self.work(op) - of_output)
         if first:

@@ -36,6 +36,8 @@ class StageInputs:
     Attributes:
         entering: those that nothing saves and that are not the stage's input.
         first_saved: those that the layer saves and no earlier one.
+        unsaved: those with gradients that nothing saves and the layer does not pass on: a graph that begins
+            with them holds them.
         passed: those that the layer before has passed on.
         gradients: gradients of all.
         copied: gradients of tensors that the layer alone, as its peaks were measured, copies to pass them on.
@@ -47,6 +49,7 @@ class StageInputs:
 
     entering: tuple[float, ...]
     first_saved: tuple[float, ...]
+    unsaved: tuple[float, ...]
     passed: tuple[float, ...]
     gradients: tuple[float, ...]
     copied: tuple[float, ...]
@@ -64,7 +67,7 @@ class StageInputs:
             inputs: bytes of each layer's input, for the micro-batch.
             samples: samples of the micro-batch.
         """
-        rows: list[tuple[float, float, float, float, float]] = []
+        rows: list[tuple[float, ...]] = []
         states: dict[int, _State] | None = None
         saved_input = layers[0].kept_input(samples, inputs[0])
         saved_output = through = 0.0
@@ -77,10 +80,11 @@ class StageInputs:
                 copied = sum(sizes[i] for i in {i for i, _ in tensors.passed} & {*tensors.gradients})
             if number == 0:
                 states = dict.fromkeys(range(len(sizes)), _State(of_stage=True))
-                rows.append((0.0, 0.0, 0.0, gradient, copied))
+                rows.append((0.0, 0.0, 0.0, 0.0, gradient, copied))
             elif tensors is None or states is None:
                 shared = min(layers[number - 1].kept_output(samples), size)
-                rows.append((size - shared, max(0.0, saved_bytes - shared), 0.0, gradient, copied))
+                unsaved = max(0.0, size - max(saved_bytes, shared))
+                rows.append((size - shared, max(0.0, saved_bytes - shared), unsaved, 0.0, gradient, copied))
                 states = {}
             else:
                 known = [states.get(i, _NEW) for i in range(len(sizes))]
@@ -90,7 +94,10 @@ class StageInputs:
                 exists = sum(part for part, state in zip(sizes, known, strict=True) if state.exists)
                 passed = sum(part for part, state in zip(sizes, known, strict=True) if state.passed)
                 first_saved = max(0.0, saved_bytes - repeated)
-                rows.append((max(0.0, size - exists), first_saved, passed, gradient, copied))
+                elsewhere = {*tensors.saved, *(source for source, _ in tensors.passed)}
+                elsewhere.update(i for i, state in enumerate(known) if state.exists)
+                unsaved = sum(sizes[i] for i in {*tensors.gradients} - elsewhere)
+                rows.append((max(0.0, size - exists), first_saved, unsaved, passed, gradient, copied))
             through, saved_output = 0.0, layer.kept_output(samples)
             if tensors is None:
                 states = None
@@ -103,7 +110,8 @@ class StageInputs:
                 saved_output += sizes[source] if state.exists else 0.0
                 through += sizes[source] if before.of_stage and source in tensors.gradients else 0.0
             states = after
-        constant = max(0.0, inputs[0] - rows[0][3])
+        constant = max(0.0, inputs[0] - rows[0][4])
         by_layer = [tuple(amounts) for amounts in zip(*rows, strict=True)]
-        entering, first, passing, gradients, copies = by_layer
-        return cls(entering, first, passing, gradients, copies, constant, through, saved_input, saved_output)
+        entering, first, unsaved_inputs, passing, gradients, copies = by_layer
+        by_tensor = entering, first, unsaved_inputs, passing, gradients, copies
+        return cls(*by_tensor, constant, through, saved_input, saved_output)

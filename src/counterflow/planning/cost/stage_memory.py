@@ -190,6 +190,14 @@ def _weight_operands(
     return total - _needed_input(layers[0], inputs[0], samples)
 
 
+def leaf_bytes(layers: Sequence[LayerProfile], tensors: StageInputs) -> float:
+    """Bytes of one micro-batch that the pieces of a split backward hold from the forward on.
+
+    They are inputs of pieces, without the stage's own, that no layer saves.
+    """
+    return sum((tensors.unsaved[piece.start] for piece in _pieces(layers, tensors)[1:]), 0.0)
+
+
 def _pieces(layers: Sequence[LayerProfile], tensors: StageInputs) -> list[range]:
     """Layers of each piece of the stage's graph, if its backward is split."""
     of_input = layers[0].input_tensors

@@ -26,7 +26,7 @@ from counterflow.simulation.op_costs import StageBytes
 from ..inputs.model import Model
 from ..inputs.profile import LayerProfile, Profile
 from .stage_inputs import StageInputs
-from .stage_memory import stage_bytes, stage_bytes_without_peaks
+from .stage_memory import leaf_bytes, stage_bytes, stage_bytes_without_peaks
 from .stage_ties import StageTie, stage_ties
 
 _T = TypeVar("_T")
@@ -295,6 +295,12 @@ class StageCosts:
         if recompute.recomputes:
             return [0.0] * self.stages
         return [tensors.saved_output for tensors in self.tensors]
+
+    @cached_property
+    def leaves(self) -> list[float]:
+        """Bytes that each stage's forward leaves in addition if its backward is split."""
+        rows = zip(self._kinds, self.tensors, strict=True)
+        return [leaf_bytes([self._of_kind[kind] for kind in kinds], tensors) for kinds, tensors in rows]
 
     @cached_property
     def kept_output_gradients(self) -> list[float]:
