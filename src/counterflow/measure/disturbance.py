@@ -116,16 +116,35 @@ def undisturbed(laps: Sequence[Lap], *, exact: bool | None = None) -> list[float
     return [lap.wall for lap in laps]
 
 
-def quiet_seconds(seconds: Sequence[float], *, quiet: bool) -> float:
-    """Seconds of an event that was repeated: the median, or on a busy machine the minimum.
+_ODD = 5
+"""Multiple of the median from which a duration is discarded, because the machine was busy with something
+else.
+"""
 
-    A busy machine makes an event longer and never shorter.
+
+def mean_seconds(seconds: Sequence[float]) -> float:
+    """Mean of durations without the odd ones; 0 if there are none.
+
+    >>> mean_seconds([1.0, 2.0, 3.0, 99.0])
+    2.0
+    """
+    if not seconds:
+        return 0.0
+    most = _ODD * statistics.median(seconds)
+    return statistics.fmean(duration for duration in seconds if duration <= most)
+
+
+def quiet_seconds(seconds: Sequence[float], *, quiet: bool) -> float:
+    """Seconds of an event that was repeated: the mean, or on a busy machine the minimum.
+
+    A step is a sum of events, so one that now and then takes longer does so in a step, too. A busy machine
+    makes an event longer and never shorter.
 
     Args:
         seconds: seconds of each, one or more.
         quiet: True if no other program had the processors.
     """
-    return statistics.median(seconds) if quiet else min(seconds)
+    return mean_seconds(seconds) if quiet else min(seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from .disturbance import (
     TimedSteps,
     computing_wait,
     is_exact,
+    mean_seconds,
     thread_lap,
     thread_times,
     undisturbed,
@@ -159,20 +160,20 @@ class OpTimer:
         keys = {key: None for turn in turns for key in turn.ops}
         laps = {key: [lap for turn in turns for lap in turn.ops[key]] for key in keys}
         exact = {key: is_exact(laps[key]) for key in keys}
-        means = {key: _mean(undisturbed(laps[key], exact=exact[key])) for key in keys}
+        means = {key: mean_seconds(undisturbed(laps[key], exact=exact[key])) for key in keys}
         lows, highs = defaultdict[int, list[float]](list), defaultdict[int, list[float]](list)
         for turn in turns:
             seconds: dict[int, list[tuple[float, float]]] = defaultdict(list)
             for (kind, stage), ops in turn.ops.items():
-                mean = _mean(undisturbed(ops, exact=exact[kind, stage]))
+                mean = mean_seconds(undisturbed(ops, exact=exact[kind, stage]))
                 least_mean = mean if exact[kind, stage] else (1 - turn.waiting) * mean
                 seconds[stage].append((least_mean, mean))
             for stage, ranges in seconds.items():
                 low, high = map(sum, zip(*ranges, strict=True))
                 lows[stage].append(low)
                 highs[stage].append(high)
-        gap = _mean(undisturbed([gap for turn in turns for gap in turn.gaps]))
-        around = _mean([turn.around for turn in turns])
+        gap = mean_seconds(undisturbed([gap for turn in turns for gap in turn.gaps]))
+        around = mean_seconds([turn.around for turn in turns])
         results = _WorkerTimes(means, dict(lows), dict(highs), gap, around)
         rows = cast("list[_WorkerTimes]", self.pipeline.transport.gather_objects(results))
         stages = range(self._last_stage + 1)
@@ -243,16 +244,3 @@ def least(values: Sequence[T], share: float, key: Callable[[T], float]) -> list[
     [1, 2]
     """
     return sorted(values, key=key)[: max(1, math.ceil(share * len(values)))]
-
-
-_ODD = 5
-"""Multiple of the median from which a duration is discarded, because the machine was busy with something
-else.
-"""
-
-
-def _mean(seconds: list[float]) -> float:
-    if not seconds:
-        return 0.0
-    most = _ODD * statistics.median(seconds)
-    return statistics.fmean(duration for duration in seconds if duration <= most)
