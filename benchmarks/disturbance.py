@@ -9,7 +9,7 @@ The built-in GPT example is profiled twice on all cores, one thread a worker: as
 one process per core that counts. With each profile a plan is made, and its pipeline is run after the busy
 processes have ended. In the table: the plan's step with its range, the median of the measured steps, their
 ratio, seconds of a block's forward and backward together at 4 samples, and what the profile says of itself.
-Takes about 3 minutes on a quiet machine. Run it on one: otherwise "quiet" is not.
+Takes about a minute on a quiet machine. Run it on one: otherwise "quiet" is not.
 """
 
 from __future__ import annotations

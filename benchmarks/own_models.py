@@ -339,6 +339,12 @@ def measured_row(name: str, speed: MachineSpeed, *, workers: int, steps: int) ->
     )
 
 
+def record(row: Row) -> dict[str, Any]:
+    """A row for JSON, which has no NaN."""
+    values = asdict(row).items()
+    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in values}
+
+
 def line_of(row: Row) -> str:
     minutes = f"{row.minutes:.1f}"
     if row.problem:
@@ -402,7 +408,7 @@ def main() -> None:
     ends = ["", *summary(rows, len(names) - len(rows))]
     print(*ends, sep="\n")
     if options.keep:
-        keep("own_models", [*lines, *ends], {"machine": about, "rows": [asdict(row) for row in rows]})
+        keep("own_models", [*lines, *ends], {"machine": about, "rows": list(map(record, rows))})
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def block(
             "repeats of block differ by 2.2 times at 8 samples",
         ),
         (profile(waiting_share=0.1), None),
-        (profile(waiting_share=0.5), "its workers waited for a processor in 50% of the measured steps"),
+        (profile(waiting_share=0.5), "its workers waited for a processor in 50% of the measured ops"),
         (  # a layer that hardly counts may do what it likes
             Profile("p", "d", "", {"block": block((3.0, 9.0, 18.0)), "view": block((0.1, 0.01, 0.1))}),
             None,

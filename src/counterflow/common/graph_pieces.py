@@ -44,12 +44,12 @@ def piece_starts(nodes: Iterable[int], *, separates: bool, inputs: int = 0) -> l
     [0, 2]
     >>> piece_starts([10, 10, 10, 10], separates=False)
     [0, 1]
-    >>> piece_starts([0, 0, 0], separates=True)
+    >>> piece_starts([10, 0, 10], separates=True)
     [0, 1, 2]
     """
-    rule, starts, beneath, last = PieceRule(separates=separates), [0], inputs, -1
+    rule, starts, beneath, last = PieceRule(separates=separates), [0], inputs, 1
     for number, count in enumerate(nodes):
-        if not last or (number and rule.may_begin(beneath)):
+        if number and (not last or not count or rule.may_begin(beneath)):
             rule.begin(beneath)
             starts.append(number)
         beneath += count

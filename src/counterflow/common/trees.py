@@ -27,11 +27,11 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
         yield from (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
-def below(tree: object) -> Callable[[object], bool]:
+def root_opener(tree: object) -> Callable[[object], bool]:
     """The ``is_leaf`` with which pytree opens a tree's root alone.
 
-    It does not refer to the tree: pytree's functions and their ``is_leaf`` form circles, so that the outputs
-    of a model, for instance, would stay in memory until Python collects those.
+    It does not refer to the tree. With a reference, the outputs of a model, for instance, would stay in
+    memory until Python collects circles, which pytree's functions form with their ``is_leaf``.
     """
     root = id(tree)
     return lambda node: id(node) != root

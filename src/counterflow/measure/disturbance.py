@@ -18,7 +18,7 @@ import torch
 from counterflow.common.laps import Lap, Reading, lap
 
 WAITING = 0.05
-"""Share of a step in which computing threads waited for a processor, from which the step is disturbed."""
+"""Share of a step's ops in which computing threads waited for a processor, from which it is disturbed."""
 
 SLOWER = 1.25
 """Multiple of the fastest step from which a step is disturbed."""
@@ -153,8 +153,8 @@ class TimedSteps:
 
     Attributes:
         seconds: seconds of each step.
-        waiting: share of each step's ops in which a worker's computing threads waited for a processor, of the
-            worker that waited most.
+        waiting: share in which a worker's computing threads waited for a processor, of the worker that waited
+            most: of its ops' time if their laps tell, otherwise of the step's.
     """
 
     seconds: tuple[float, ...]

@@ -79,7 +79,7 @@ class AtSize:
 
     ``costs`` are those of each layer as a stage, with its seconds in a step; ``overhead_seconds`` is the time
     of an op in addition to its layers, ``by_worker`` the total time of each worker, by rank, ``waiting`` the
-    mean share of the steps in which threads waited for a processor.
+    mean share of the ops in which threads waited for a processor.
     """
 
     size: int

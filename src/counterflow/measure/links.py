@@ -37,7 +37,7 @@ def measure_messages(
     Args:
         transport: transport of 2 workers or more.
         sizes: sizes of messages in bytes, multiples of 4.
-        repeats: measurements of each size; twice as many precede uncounted, because memory pages are new.
+        repeats: measurements of each size; a third as many precede uncounted, because memory pages are new.
         pair: the two ranks.
     """
     return tuple(
@@ -82,10 +82,12 @@ def _measured(
 
 
 _PROBE_SECONDS = 0.02
+"""Time for which workers compute to find out whether others have their processors."""
 
 
 def _is_quiet(transport: Transport) -> bool:
-    """True if all workers have a processor for themselves while they compute at the same time.
+    """True if all workers have a processor for themselves while they compute at the same time, or if the
+    system does not tell.
 
     Waits of messages do not tell it: threads that carry these wait for each other on a quiet machine, too.
     """

@@ -131,7 +131,7 @@ def measure_model(
         workers: number of workers of this machine as a node of the cluster; None: one per GPU, or one per
             core.
         threads: threads of each worker; None: the cores divided by the workers.
-        repeats: number of measurements, of which the median counts.
+        repeats: number of measurements.
         progress: called with the progress.
 
     Raises:
@@ -150,7 +150,7 @@ def measurement_of(measured: Survey, description: Description, *, repeats: int) 
     Args:
         measured: the survey.
         description: words about its model.
-        repeats: number of measurements, of which the median counted.
+        repeats: number of measurements.
     """
     by_size = measured.by_size
     profile = profile_of(
@@ -159,7 +159,7 @@ def measurement_of(measured: Survey, description: Description, *, repeats: int) 
         by_size,
         measured.gap_seconds,
         measured.around_seconds,
-        how=f"measured, median of {repeats}",
+        how=f"measured {repeats} times",
         optimizer=description.optimizer,
         sliced=measured.at_lengths is not None,
     )

@@ -30,11 +30,11 @@ CACHE = "COUNTERFLOW_CACHE"
 
 LOG = logging.getLogger("counterflow.auto")
 
-_METHOD = 3
+_METHOD = 4
 """Number of the way of measuring; another one makes kept profiles stale."""
 
 REPEATS = 5
-"""Number of measurements, of which the median counts."""
+"""Number of measurements."""
 
 
 def folder_of(

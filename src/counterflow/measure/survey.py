@@ -86,7 +86,7 @@ def survey(
         sizes: samples of a micro-batch, ascending.
         workers: workers of this machine; None: one per GPU, or one per core.
         threads: threads of each worker; None: the cores divided by the workers.
-        repeats: number of measurements, of which the median counts.
+        repeats: number of measurements.
         progress: called with the progress.
 
     Raises:
@@ -127,7 +127,7 @@ def survey_of_workers(subject: Subject, chain: LayerChain, sizes: Sequence[int],
         subject: subject of the measurement.
         chain: its layers that are measured.
         sizes: samples of a micro-batch, ascending.
-        repeats: number of measurements, of which the median counts.
+        repeats: number of measurements.
     """
     transport, here = current_transport(), _workers_here()
     nodes = transport.world_size // here

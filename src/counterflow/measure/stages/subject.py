@@ -185,6 +185,7 @@ def with_workspace(
             weight_gradients_peak_bytes=zero,
             kept_gradient_bytes=zero,
             kept_output_gradient_bytes=zero,
+            graph_nodes=1,
         )
     inputs = pointers(subject.inputs)
     size = sum(size for address, size in storage_bytes(outputs).items() if address not in inputs)
@@ -201,7 +202,7 @@ def with_workspace(
     ends = () if split_pass.detach_points is None else split_pass.detach_points.ends
     graph = list(graph_of(outputs, more=ends))
     leaves = (variable(node) for node in graph)
-    graph_nodes = sum(leaf is None or pointer(leaf) not in inputs for leaf in leaves)
+    graph_nodes = max(1, sum(leaf is None or pointer(leaf) not in inputs for leaf in leaves))
     saved = pointers(saved_by(graph)) | pointers(subject.inputs)
     del outputs, graph, leaves
     split_pass.settle()

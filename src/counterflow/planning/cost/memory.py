@@ -146,7 +146,10 @@ def walked(
 
 
 def _updates(schedule: Schedule, order: Sequence[Op]) -> set[int]:
-    """Numbers of the ops of a worker after which a stage is updated: the last gradients of each period."""
+    """Numbers of the ops of a worker after which a stage is updated: the last gradients of each period.
+
+    The memory of each update is taken for that of the worker's largest one.
+    """
     last = {
         (op.stage, schedule.period_of(op)): number
         for number, op in enumerate(order)
@@ -181,9 +184,11 @@ class _Walk:
         """Bytes of these that are gradients of stages' outputs."""
         self.counted = stages.saved_inputs(recompute)
         """Bytes of inputs that forwards leave."""
-        splits = any(op.kind is OpKind.INPUT_GRADIENT for op in schedule.orders[worker])
-        self.leaves = stages.leaves if splits and not recompute.recomputes else [0.0] * schedule.stages
+        self.leaves = [0.0] * schedule.stages if recompute.recomputes else stages.leaves
         """Bytes that forwards leave for the pieces of a split backward."""
+        halves = (op for op in schedule.orders[worker] if op.kind is OpKind.INPUT_GRADIENT)
+        self.split = {(op.stage, number) for op in halves for number in op.micro_batches}
+        """Stages and micro-batches whose backward is split."""
         self.saved_outputs = stages.saved_outputs(recompute)
         """Bytes of outputs that forwards leave."""
         self.stash = 0.0
@@ -248,13 +253,18 @@ class _Walk:
         work, (before, after) = self.work(op), self._of_state(op)
         at_start, at_end = self._changes(op)
         at_start, at_end = at_start * work + before, at_end * work + after
-        stays = at_start + at_end + (self.leaves[stage] - self.counted[stage]) * work
+        leaves = self._leaves(op)
+        stays = at_start + at_end + leaves - self.counted[stage] * work
         if stage and not self._is_local(op, stage - 1):
             self.inputs += self._input(op)
-        self._record_peak(max(stays, at_start - self.entering[stage] * self.work(op)), stays)
+        self._record_peak(max(stays, at_start + leaves - self.entering[stage] * work), stays)
         self.stash += stays
         if stage < self.last:
             self._add_product(op, self._unsaved_output(stage) * self.work(op), stage + 1)
+
+    def _leaves(self, op: Op) -> float:
+        splits = (op.stage, op.micro_batches[0]) in self.split
+        return self.leaves[op.stage] * self.work(op) if splits else 0.0
 
     def _store(self, op: Op) -> None:
         at_start, at_end = (amount * self.work(op) for amount in self._changes(op))
@@ -284,8 +294,8 @@ class _Walk:
             self._free_sent(op)
         gradient = self.gradients[stage] * self.work(op) if stage < self.last else 0.0
         inputs = self.counted[stage]
-        saved = self.table[stage].tensors[Saved.ACTIVATIONS] + self.leaves[stage] - inputs
-        graph = saved * self.work(op)
+        saved = self.table[stage].tensors[Saved.ACTIVATIONS] - inputs
+        graph = saved * self.work(op) + self._leaves(op)
         of_output = min(self.kept_gradients[stage] * self.work(op), gradient)
         rest = max(0.0, self.between[stage] * self.work(op) - of_output)
         if first:

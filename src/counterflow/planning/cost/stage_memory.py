@@ -223,9 +223,8 @@ def _input_gradient(
     tensors: StageInputs,
 ) -> float:
     between = tensors.first_saved
-    most = growth = stays = (
-        0.0  # stays: the part of the input of the layer after that is counted with this one
-    )
+    # stays: the part of the input of the layer after that is counted with this one
+    most = growth = stays = 0.0
     for piece in reversed(_pieces(layers, tensors)):
         freed = 0.0
         for number in reversed(piece):
@@ -239,10 +238,12 @@ def _input_gradient(
             operands = max(0.0, layer.kept(samples) - gradients - needed)
             freed += max(0.0, internal[number] - operands - stays)
             stays = needed
+            counted = between[number]
             if number == piece.start:
                 stays += layer.peak(layer.held_input_bytes, samples)
+                counted += tensors.unsaved[number]  # in a leaf since the forward
             freed += max(0.0, between[number] - stays)
-            stays = max(0.0, stays - between[number])
+            stays = max(0.0, stays - counted)
             growth += gradients - (layer.kept_output_gradient(samples) if last else 0.0)
         growth -= freed
     return float(most)

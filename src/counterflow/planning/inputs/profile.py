@@ -360,7 +360,7 @@ class Profile:
             ``norm_peak_bytes``.
         norm_peak_bytes: maximum memory of the gradient norm.
         positions: positions of a sample's sequence, which slices divide; 0: it has none.
-        waiting_share: mean share of the timed steps in which threads of a worker waited for a processor that
+        waiting_share: mean share of the timed ops in which threads of a worker waited for a processor that
             others had.
 
     Raises:

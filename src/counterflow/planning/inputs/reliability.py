@@ -19,8 +19,8 @@ SPREAD = 1.4
 """Multiple of the low quantile of repeats from which the high one is too far away."""
 
 WAITING = 0.3
-"""Share of steps waiting for a processor from which the rest is uncertain, too: messages look like
-waits, and programs that had the processor change caches and the speed of cores.
+"""Share of ops waiting for a processor from which the rest is uncertain, too: programs that had the
+processor change caches, the speed of cores and the time of messages.
 """
 
 _MATTERS = 0.05
@@ -45,7 +45,7 @@ def unreliable(profile: Profile) -> str | None:
 
 def _reasons(profile: Profile) -> Iterator[str]:
     if profile.waiting_share > WAITING:
-        yield f"its workers waited for a processor in {profile.waiting_share:.0%} of the measured steps"
+        yield f"its workers waited for a processor in {profile.waiting_share:.0%} of the measured ops"
     for kind, layer in profile.layers.items():
         judged = [size for size in layer.samples if _matters(profile, layer, size)]
         for few, many in pairwise(judged):

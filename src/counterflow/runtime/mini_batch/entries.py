@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils import _pytree as pytree
 
 from counterflow.common.mappings import PLAIN, flat_with_paths, names_of
-from counterflow.common.trees import below
+from counterflow.common.trees import root_opener
 from counterflow.errors import ConfigError
 
 
@@ -60,7 +60,7 @@ def cut_by_entries(tree: object, dims: Any) -> set[int]:
         return {id(tree)}
     if dims is None or isinstance(dims, int):
         return set()
-    parts, spec = pytree.tree_flatten(tree, is_leaf=below(tree))
+    parts, spec = pytree.tree_flatten(tree, is_leaf=root_opener(tree))
     of = of_children(dims, spec)
     if of is None:
         return set()
@@ -90,7 +90,7 @@ class Lists(NamedTuple):
         """
         if dims is None or dims is ENTRIES or is_leaf(tree) or isinstance(tree, Tensor):
             return
-        with_paths, spec = flat_with_paths(tree, is_leaf=below(tree))
+        with_paths, spec = flat_with_paths(tree, is_leaf=root_opener(tree))
         if spec.is_leaf():
             return
         if isinstance(dims, int):
