@@ -15,8 +15,11 @@ from .profile import LayerProfile, Profile
 FALL = 0.8
 """Multiple of a time below which the time of more samples is too short: more work takes no less time."""
 
-SPREAD = 1.4
-"""Multiple of the low quantile of repeats from which the high one is too far away."""
+SPREAD = 1.75
+"""Multiple of the low quantile of repeats from which the high one is too far away.
+
+Cores of virtual machines run at 0.6 of their speed for seconds, which the range of a plan shows.
+"""
 
 WAITING = 0.3
 """Share of ops waiting for a processor from which the rest is uncertain, too: programs that had the
