@@ -77,8 +77,8 @@ def planned_config(
     if not model.train:
         raise ConfigError(
             f"model {model.name}: has no [train] table, so no config can be written that trains it; the "
-            "report without --out ends with the call of cf.Pipeline that runs the plan, or add the keys of [model] "
-            'there, for example kind = "gpt" and layers = 8'
+            "report without --out ends with the call of cf.Pipeline that runs the plan, or add the keys of "
+            '[model] there, for example kind = "gpt" and layers = 8'
         )
     plan = prediction.configuration
     if "optimizer" not in model.config and model.optimizer_states not in _OPTIMIZERS:
