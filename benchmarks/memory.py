@@ -253,18 +253,15 @@ def frees_here() -> Iterator[None]:
     all_gather = c10d.all_gather
     all_reduce = GlooTransport.all_reduce
 
-    def patient(call: Callable[..., Any]) -> Callable[..., Any]:
-        def called(*args: Any, **kwargs: Any) -> Any:
-            result = call(*args, **kwargs)
-            time.sleep(_LET_GO)
-            return result
-
-        return called
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        result = all_gather(*args, **kwargs)
+        time.sleep(_LET_GO)
+        return result
 
     def summed(transport: GlooTransport, tensor: Tensor, group: Any) -> Any:
         return _Sum(all_reduce(transport, tensor, group), tensor)
 
-    c10d.all_gather = patient(all_gather)
+    c10d.all_gather = gathered
     GlooTransport.all_reduce = summed  # type: ignore[method-assign]
     try:
         yield

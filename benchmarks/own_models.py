@@ -220,7 +220,7 @@ class Run:
     plan: str
     planned_seconds: float
     planned_bytes: float
-    counted_bytes: int
+    counted_bytes: float
     peak_bytes: int
     seconds: list[float]
     profiled: tuple[float, float]

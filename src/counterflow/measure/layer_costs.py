@@ -82,7 +82,7 @@ def layer_profile(
         output_bytes=output_bytes,
         buffer_bytes=float(first.buffer_bytes),
         noted_buffer_bytes=float(first.noted_buffer_bytes),
-        graph_nodes=max(layer.graph_nodes for layer in (largest.costs[i].profile for i in members)),
+        graph_nodes=max(largest.costs[i].profile.graph_nodes for i in members),
         cast_bytes=float(first.cast_bytes),
         frozen_bytes=float(sum(p.nbytes for p in parameters if not p.requires_grad)),
         update_peak_bytes=float(max(largest.update.layers[i] for i in members)),

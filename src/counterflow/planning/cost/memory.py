@@ -184,11 +184,12 @@ class _Walk:
         """Bytes of these that are gradients of stages' outputs."""
         self.counted = stages.saved_inputs(recompute)
         """Bytes of inputs that forwards leave."""
-        self.leaves = [0.0] * schedule.stages if recompute.recomputes else stages.leaves
-        """Bytes that forwards leave for the pieces of a split backward."""
         halves = (op for op in schedule.orders[worker] if op.kind is OpKind.INPUT_GRADIENT)
         self.split = {(op.stage, number) for op in halves for number in op.micro_batches}
         """Stages and micro-batches whose backward is split."""
+        holds = self.split and not recompute.recomputes
+        self.leaves = stages.leaves if holds else [0.0] * schedule.stages
+        """Bytes that forwards leave for the pieces of a split backward."""
         self.saved_outputs = stages.saved_outputs(recompute)
         """Bytes of outputs that forwards leave."""
         self.stash = 0.0

@@ -29,6 +29,17 @@ class _State(NamedTuple):
 _NEW = _State()
 
 
+class _Row(NamedTuple):
+    """Amounts of one layer, as ``StageInputs`` has them for all."""
+
+    entering: float = 0.0
+    first_saved: float = 0.0
+    unsaved: float = 0.0
+    passed: float = 0.0
+    gradient: float = 0.0
+    copied: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class StageInputs:
     """Bytes of the inputs of a stage's layers, each amount by layer; the stage's input counts separately.
@@ -67,7 +78,7 @@ class StageInputs:
             inputs: bytes of each layer's input, for the micro-batch.
             samples: samples of the micro-batch.
         """
-        rows: list[tuple[float, ...]] = []
+        rows: list[_Row] = []
         states: dict[int, _State] | None = None
         saved_input = layers[0].kept_input(samples, inputs[0])
         saved_output = through = 0.0
@@ -80,11 +91,12 @@ class StageInputs:
                 copied = sum(sizes[i] for i in {i for i, _ in tensors.passed} & {*tensors.gradients})
             if number == 0:
                 states = dict.fromkeys(range(len(sizes)), _State(of_stage=True))
-                rows.append((0.0, 0.0, 0.0, 0.0, gradient, copied))
+                rows.append(_Row(gradient=gradient, copied=copied))
             elif tensors is None or states is None:
                 shared = min(layers[number - 1].kept_output(samples), size)
                 unsaved = max(0.0, size - max(saved_bytes, shared))
-                rows.append((size - shared, max(0.0, saved_bytes - shared), unsaved, 0.0, gradient, copied))
+                first_saved = max(0.0, saved_bytes - shared)
+                rows.append(_Row(size - shared, first_saved, unsaved, 0.0, gradient, copied))
                 states = {}
             else:
                 known = [states.get(i, _NEW) for i in range(len(sizes))]
@@ -97,7 +109,7 @@ class StageInputs:
                 elsewhere = {*tensors.saved, *(source for source, _ in tensors.passed)}
                 elsewhere.update(i for i, state in enumerate(known) if state.exists)
                 unsaved = sum(sizes[i] for i in {*tensors.gradients} - elsewhere)
-                rows.append((max(0.0, size - exists), first_saved, unsaved, passed, gradient, copied))
+                rows.append(_Row(max(0.0, size - exists), first_saved, unsaved, passed, gradient, copied))
             through, saved_output = 0.0, layer.kept_output(samples)
             if tensors is None:
                 states = None
@@ -110,8 +122,15 @@ class StageInputs:
                 saved_output += sizes[source] if state.exists else 0.0
                 through += sizes[source] if before.of_stage and source in tensors.gradients else 0.0
             states = after
-        constant = max(0.0, inputs[0] - rows[0][4])
-        by_layer = [tuple(amounts) for amounts in zip(*rows, strict=True)]
-        entering, first, unsaved_inputs, passing, gradients, copies = by_layer
-        by_tensor = entering, first, unsaved_inputs, passing, gradients, copies
-        return cls(*by_tensor, constant, through, saved_input, saved_output)
+        return cls(
+            tuple(row.entering for row in rows),
+            tuple(row.first_saved for row in rows),
+            tuple(row.unsaved for row in rows),
+            tuple(row.passed for row in rows),
+            tuple(row.gradient for row in rows),
+            tuple(row.copied for row in rows),
+            constant=max(0.0, inputs[0] - rows[0].gradient),
+            through=through,
+            saved_input=saved_input,
+            saved_output=saved_output,
+        )

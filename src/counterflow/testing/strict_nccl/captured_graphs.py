@@ -225,9 +225,8 @@ def _has_integer_indices(operator: Any, args: Any) -> bool:
 
 def _changed_by(operator: Any, args: Any, kwargs: Any) -> list[Tensor]:
     arguments = schema_of(operator).arguments
-    statistics = operator_name(operator).endswith(
-        "batch_norm"
-    )  # their schemas do not say that they change them
+    # Schemas of batch norms do not say that they change their statistics.
+    statistics = operator_name(operator).endswith("batch_norm")
     changed = [
         args[place] if place < len(args) else kwargs.get(argument.name)
         for place, argument in enumerate(arguments)
