@@ -20,7 +20,13 @@ from typing_extensions import override
 
 import counterflow as cf
 from counterflow.runtime.stages.capture_rules import refuse_graph
+from counterflow.runtime.stages.named_layer import NamedLayer
+from counterflow.runtime.stages.randomness import RandomStreams
+from counterflow.runtime.stages.sample_rows import SampleRows
+from counterflow.runtime.stages.stage_graphs import CapturedLayers, StageGraphs
 from counterflow.schedule.ir import Schedule
+from counterflow.testing.strict_nccl.device import Device
+from counterflow.testing.strict_nccl.operator_modes import computing
 
 from ...kit import F64, adamw, batch, momentum, run, sgd
 
@@ -32,6 +38,9 @@ SCHEDULES = [
     cf.schemes.chimera(2, 4),
     cf.schemes.interleaved(2, 4, 2),
     cf.schemes.gpipe(2, 4),
+    cf.schemes.zb_h1(2, 6),
+    cf.schemes.zb_v(2, 4),
+    cf.schemes.dualpipe_v(2, 4),
 ]
 
 
@@ -144,10 +153,10 @@ class Draws(nn.Module):
         return self.dropout(torch.tanh(self.layer(x)))  # type: ignore[no-any-return]
 
 
-def test_draws_are_those_of_plain_passes() -> None:
+@pytest.mark.parametrize("schedule", [cf.schemes.chimera(2, 4), cf.schemes.zb_h1(2, 4)], ids=str)
+def test_draws_are_those_of_plain_passes(schedule: Schedule) -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(4, 4, dtype=F64), Draws(), nn.Linear(4, 4, dtype=F64), Draws(), Block(), Block()]
-    schedule = cf.schemes.chimera(2, 4)
     results = [train(layers, schedule, capture=capture, cuts=[3]) for capture in (True, False)]
     assert_same(results[0], results[1])
     assert_replayed(results[0][2], 4)
@@ -301,19 +310,21 @@ class Takes(nn.Linear):
         return super().forward(input["one"] + (input["two"] if len(input["one"]) == 2 else 0))
 
 
+@pytest.mark.parametrize("schedule", [cf.schemes.dapple(2, 4), cf.schemes.zb_h1(2, 4)], ids=str)
 @pytest.mark.parametrize("samples", [8, 12])
-def test_outputs_without_a_gradient(samples: int) -> None:
+def test_outputs_without_a_gradient(samples: int, schedule: Schedule) -> None:
     torch.manual_seed(0)
     layers = [Pair(), Takes(4, 4, dtype=F64)]
     results = [
-        train(layers, cf.schemes.dapple(2, 4), samples=lambda _: samples, optimizer=adamw, capture=capture)
+        train(layers, schedule, samples=lambda _: samples, optimizer=adamw, capture=capture)
         for capture in (True, False)
     ]
     assert_same(results[0], results[1])  # an optimizer leaves weights without a gradient as they are
     assert_replayed(results[0][2], 8)
 
 
-def test_hooks_of_weights_run_as_in_plain_passes() -> None:
+@pytest.mark.parametrize("schedule", [cf.schemes.dapple(2, 4), cf.schemes.zb_h1(2, 4)], ids=str)
+def test_hooks_of_weights_run_as_in_plain_passes(schedule: Schedule) -> None:
     def work(capture: bool) -> Any:
         layers: list[Any] = blocks(2)
         calls: list[str] = []
@@ -324,7 +335,7 @@ def test_hooks_of_weights_run_as_in_plain_passes() -> None:
 
         for layer in layers:
             layer.first.weight.register_hook(doubled)
-        pipeline = cf.Pipeline(layers, mse_loss, cf.schemes.dapple(2, 4), optimizer=sgd, capture=capture)
+        pipeline = cf.Pipeline(layers, mse_loss, schedule, optimizer=sgd, capture=capture)
         losses = [pipeline.step(*batch(number)).loss for number in range(PLAIN + 2)]
         return losses, pipeline.model_state_dict(), len(calls), pipeline.captured
 
@@ -332,6 +343,33 @@ def test_hooks_of_weights_run_as_in_plain_passes() -> None:
     assert_same(captured, plain)
     assert captured[2] == plain[2] > 0
     assert_replayed(captured[3], 4)
+
+
+@pytest.mark.parametrize("has_gradient", [True, False])
+def test_a_captured_backward_in_two_ops_leaves_the_weights_of_products(has_gradient: bool) -> None:
+    pretended = Device(0, lambda _launches, _why: None)
+    rows = SampleRows(0, 3, 0, 3)
+    with computing(pretended.stream, pretended):
+        module = Block().to(pretended.handle)
+        weights = list(module.parameters())
+        x = torch.randn(3, 4, dtype=F64, device=pretended.handle).requires_grad_(has_gradient)
+        above = torch.randn_like(x, requires_grad=False)
+        wanted = ([x] if has_gradient else []) + weights
+        expected = torch.autograd.grad(module(x), wanted, above)
+        streams = RandomStreams(0, pretended.handle)
+        layers = CapturedLayers("the stage", [NamedLayer(0, {}, module)], frozenset(), streams)
+        unit = StageGraphs(layers, None, [x])
+        for _ in range(2):  # captured, replayed
+            for weight in weights:
+                weight.grad = torch.zeros_like(weight)
+            output, _ = unit.forward([x], 0, rows)
+            torch.testing.assert_close(output, module(x))
+            inputs = unit.backward([above], direct=True, defers=True)
+            left = {name for name, w in module.named_parameters() if not w.grad.any()}  # type: ignore[union-attr]
+            # The norm has vectors alone, and the first product's weight is used twice.
+            assert left == {"second.weight", "second.bias"} if has_gradient else len(left) == len(weights)
+            unit.weight_gradients(direct=True)
+            torch.testing.assert_close([*inputs, *(weight.grad for weight in weights)], [*expected])
 
 
 # -- stages that run plainly
@@ -441,7 +479,6 @@ def test_graphs_of_checkpoints_are_refused() -> None:
 @pytest.mark.parametrize(
     ("schedule", "options", "reason"),
     [
-        (cf.schemes.zb_h1(2, 4), {}, "the schedule splits its backward"),
         (cf.schemes.pipedream(2, 4), {}, "several versions of its weights"),
         (cf.schemes.dapple(2, 4), {"recompute": "stage"}, "computed again"),
         (cf.schemes.dapple(2, 4), {"recompute": "layer"}, "computed again"),

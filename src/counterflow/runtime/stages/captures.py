@@ -19,11 +19,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 from typing_extensions import override
 
 from counterflow.capture.python_state import PythonState
-from counterflow.common.tensors.graphs import gradient_edge
 from counterflow.common.tensors.torch_private import without_modes
 from counterflow.common.trees import versions
 from counterflow.errors import ConfigError
@@ -32,16 +30,15 @@ from counterflow.schedule.modes import Recompute
 from ..messages.values import Structure, Value, flatten_value, unflatten_value
 from .aux_loss import AuxLossCollector, WithAuxLosses
 from .capture_rules import OperatorRules, python_state, refuse_graph, refuse_modules, refuse_state
+from .captured_passes import CapturedPass, CapturedRun, CapturedSplitPass, UnitRun, WatchedRun
 from .deferred import Deferred
 from .interface import RunnableStage
 from .named_layer import NamedLayer
-from .passes import Head, PlainPass, StagePass
+from .passes import PlainPass, StagePass
 from .sample_rows import SampleRows
-from .saved_bytes import SavedBytes
 from .stage_graphs import CapturedLayers, StageGraphs
 from .stage_wrappers import Run, StageWrapper
 from .versions import Versions
-from .weight_gradients import accumulate
 
 _PLAIN_STEPS = 2
 """Plain steps before a shape is captured; the first of them may have begun before it was watched."""
@@ -124,102 +121,10 @@ class _ShapeGraphs:
         self.used[graphs] = weakref.ref(user)
         return graphs
 
-
-class UnitRun:
-    """Run of the layers for one unit, whose backward begins at the gradients of the output's leaves.
-
-    Args:
-        leaves: tensors of the output, as leaves of what follows.
-    """
-
-    def __init__(self, leaves: Sequence[Tensor]) -> None:
-        self.leaves = leaves
-
-    def backward(self, gradients: Sequence[Tensor | None], *, direct: bool) -> None:
-        """Make the gradients of the inputs and weights.
-
-        Args:
-            gradients: gradients of the leaves.
-            direct: as of ``weight_gradients.accumulate``.
-        """
-        raise NotImplementedError
-
-
-class _CapturedRun(UnitRun):
-    def __init__(
-        self,
-        graphs: StageGraphs,
-        of_shape: _ShapeGraphs,
-        inputs: Sequence[Tensor],
-        leaves: Sequence[Tensor],
-    ) -> None:
-        super().__init__(leaves)
-        self._graphs, self._of_shape = graphs, of_shape
-        self._inputs = [tensor for tensor in inputs if tensor.requires_grad]
-
-    @override
-    def backward(self, gradients: Sequence[Tensor | None], *, direct: bool) -> None:
-        results = self._graphs.backward(gradients, direct=direct)
-        for leaf, gradient in zip(self._inputs, results, strict=True):
-            leaf.grad = gradient
-        if self._of_shape.used.pop(self._graphs, None) is not None:
-            self._of_shape.free.append(self._graphs)
-
-
-class _WatchedRun(UnitRun):
-    def __init__(self, captures: Captures, outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
-        super().__init__(leaves)
-        self._captures, self._outputs = captures, outputs
-
-    @override
-    def backward(self, gradients: Sequence[Tensor | None], *, direct: bool) -> None:
-        pairs = zip(self._outputs, gradients, strict=True)
-        known = [(gradient_edge(output), g) for output, g in pairs if g is not None]
-        if known:
-            with self._captures.watched_backward():
-                accumulate([edge for edge, _ in known], [g for _, g in known], into=None, direct=direct)
-
-
-class CapturedPass(PlainPass):
-    """A unit whose layers run by graphs, if its stage is captured; otherwise a plain pass.
-
-    Autograd's graph of the pass has what follows the layers alone: the loss of the last stage. It ends at
-    copies of the layers' output, from whose gradients the layers' backward begins.
-
-    Attributes:
-        captures: captures of the stage.
-        unit: run of the layers, captured or watched; None: they run plainly.
-    """
-
-    __slots__ = ("__weakref__", "captures", "unit")
-
-    def __init__(
-        self,
-        stage: RunnableStage,
-        rows: SampleRows,
-        step: int,
-        head: Head,
-        meter: SavedBytes,
-        *,
-        captures: Captures,
-    ) -> None:
-        super().__init__(stage, rows, step, head, meter)
-        self.captures = captures
-        self.unit: UnitRun | None = None
-
-    @override
-    def run(self, value: Value) -> Any:
-        if not self.stage.checked or self.meter.counting:
-            return super().run(value)
-        output, self.unit = self.captures.forward(self, value, self.step, self.rows)
-        return output
-
-    @override
-    def _differentiate(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
-        super()._differentiate(edges, gradients)
-        unit, self.unit = self.unit, None
-        if unit is not None:
-            unit.backward([leaf.grad for leaf in unit.leaves], direct=self.stage.split_planner.direct)
+    def give_back(self, graphs: StageGraphs) -> None:
+        """Free graphs, after their unit's last op."""
+        if self.used.pop(graphs, None) is not None:
+            self.free.append(graphs)
 
 
 class Captures(StageWrapper):
@@ -261,13 +166,13 @@ class Captures(StageWrapper):
             splits: True if the backward of a unit may be two ops.
             sliced: True if a unit is a slice of a sequence.
         """
-        if splits or sliced:
-            self.run_plainly("the schedule splits its backward" if splits else "its units are slices")
+        if sliced:
+            self.run_plainly("its units are slices")
             return None
         if self._stage.recompute is not Recompute.NONE:
             self.run_plainly("it is computed again (recompute)")
             return None
-        return partial(CapturedPass, captures=self)
+        return partial(CapturedSplitPass if splits else CapturedPass, captures=self)
 
     def run_plainly(self, reason: str) -> None:
         """Run the stage plainly from now on."""
@@ -277,50 +182,40 @@ class Captures(StageWrapper):
             self._state = None
 
     def forward(
-        self, user: object, value: Value, step: int, rows: SampleRows
+        self, unit: PlainPass, value: Value, plain: Callable[[Value], Any]
     ) -> tuple[Value, UnitRun | None]:
-        """Run a unit's layers, by graphs if there are some or can be.
-
-        Args:
-            user: the unit's pass.
-            value: the input.
-            step: number of the step.
-            rows: samples of the unit.
-
-        Returns:
-            The output, and the run that makes its gradients; None: the output has autograd's graph.
-        """
-        stage = self._stage
+        """Run a unit's layers; see ``captured_passes.UnitRunner``."""
+        stage, step, rows = self._stage, unit.step, unit.rows
         if step != self._step:
             self._begin_step(step)
         if type(value) is WithAuxLosses:
             self.run_plainly("losses of layers before it pass through")
         if self.reason is not None:
-            return stage.run_layers(value, step, rows), None
+            return plain(value), None
         structure, tensors = flatten_value(value, f"stage {stage.stage}")
         shape = structure, tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors)
         of_shape = self._shapes.get(shape)
         if of_shape is None:
             if len(self._shapes) == _MOST_SHAPES:
-                return stage.run_layers(value, step, rows), None
+                return plain(value), None
             of_shape = self._shapes[shape] = _ShapeGraphs()
         if of_shape.plain_steps < _PLAIN_STEPS or step == of_shape.last_step:
             if step != of_shape.last_step:
                 of_shape.plain_steps, of_shape.last_step = of_shape.plain_steps + 1, step
             return self._run_watched(value, tensors, step, rows)
-        graphs = of_shape.take(user)
+        graphs = of_shape.take(unit)
         if graphs is None:
             layers = CapturedLayers(
                 f"stage {stage.stage}", stage.layers, frozenset(self._draws), stage.streams
             )
             graphs = StageGraphs(layers, structure, tensors)
-            of_shape.used[graphs] = weakref.ref(user)
+            of_shape.used[graphs] = weakref.ref(unit)
         else:
             self.replays += 1
         output, leaves = graphs.forward(tensors, step, rows)
         if self._state is not None and not self._state.unchanged():  # in the capture: no replay would do it
             self.run_plainly(f"its layers change {self._state.changed()[0].label}")
-        return output, _CapturedRun(graphs, of_shape, tensors, leaves)
+        return output, CapturedRun(graphs, tensors, leaves, of_shape.give_back)
 
     @contextmanager
     def watched_backward(self) -> Iterator[None]:
@@ -390,7 +285,8 @@ class Captures(StageWrapper):
             self.run_plainly(reason)
             return output, None
         leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs]
-        return unflatten_value(structure, leaves), _WatchedRun(self, outputs, leaves)
+        run = WatchedRun(inputs, outputs, leaves, stage.split_planner, self.watched_backward)
+        return unflatten_value(structure, leaves), run
 
     def _begin_step(self, step: int) -> None:
         self._step = step

@@ -5,6 +5,9 @@
     inputs ──copy──▸ static inputs ─[forward graphs]─▸ static outputs ──copy──▸ outputs
     gradients ──copy──▸ static gradients ─[backward graph]─▸ gradients of inputs (copied) and weights (added)
 
+A backward in two ops is two graphs, of which the first leaves static gradients at the boundaries of
+``graph_split.py`` to the second.
+
 What leaves the graphs is copied, so nothing outside of them refers to static memory when it is used for the
 next unit. Weights' gradients are added outside, as hooks and sums of replicas see these additions.
 
@@ -23,16 +26,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
-from counterflow.common.tensors.graphs import gradient_edge
+from counterflow.common.tensors.graphs import gradient_edge, variable
 from counterflow.common.tensors.torch_private import has_hooks, parameters_of
 from counterflow.errors import ConfigError
 
 from ..messages.values import Structure, Value, flatten_value, unflatten_value
+from .graph_split import partition_graph, traverse
 from .input_guard import copied
 from .named_layer import NamedLayer
 from .randomness import RandomStreams
@@ -96,7 +101,9 @@ class StageGraphs:
         self._forwards: list[tuple[Any, NamedLayer]] = []
         self._layout: Structure | None = None
         self._outputs: list[Tensor] = []
-        self._backwards: dict[tuple[bool, ...], _Backward] = {}
+        self._backwards: dict[tuple[tuple[bool, ...], bool], _Backward] = {}
+        self._unfinished: _Backward | None = None
+        """Backward whose second graph is due."""
         self._changed: list[Tensor] = []
         """Buffers that the forward changes in place."""
 
@@ -123,30 +130,44 @@ class StageGraphs:
         leaves = [copied(tensor) for tensor in self._outputs]
         return unflatten_value(self._layout, leaves), leaves
 
-    def backward(self, gradients: Sequence[Tensor | None], *, direct: bool) -> list[Tensor | None]:
+    def backward(
+        self, gradients: Sequence[Tensor | None], *, direct: bool, defers: bool = False
+    ) -> list[Tensor | None]:
         """Run the backward by its graph, and add the gradients of weights to those that exist.
 
         Args:
             gradients: gradients of the leaves of ``forward``.
             direct: as of ``weight_gradients.accumulate``.
+            defers: True to leave gradients of weights to ``weight_gradients``.
 
         Returns:
             The gradients of the input's tensors that require one, in their order.
         """
         graded = tuple(gradient is not None for gradient in gradients)
-        inputs = sum(tensor.requires_grad for tensor in self._inputs)
         if not any(graded):
-            return [None] * inputs
-        backward = self._backwards.get(graded)
+            return [None] * len(self._graded_inputs)
+        backward = self._backwards.get((graded, defers))
         if backward is None:  # which outputs have a gradient may depend on the unit
-            backward = self._backwards[graded] = self._captured_backward(graded)
+            backward = self._backwards[graded, defers] = self._captured_backward(graded, defers=defers)
         known = (gradient for gradient in gradients if gradient is not None)
         for static, gradient in zip(backward.outputs, known, strict=True):
             static.copy_(gradient)
-        backward.graph.replay()
-        weights = [weight for weight, _ in self._aliases.values()]
-        _add(weights, backward.gradients[inputs:], direct=direct)
-        return [None if gradient is None else gradient.clone() for gradient in backward.gradients[:inputs]]
+        self._unfinished = backward if backward.pending else None
+        of_inputs = backward.first.run(direct=direct)
+        return [None if gradient is None else gradient.clone() for gradient in of_inputs]
+
+    def weight_gradients(self, *, direct: bool) -> None:
+        """Add the gradients that ``backward`` has left, by a graph of their own."""
+        backward, self._unfinished = self._unfinished, None
+        if backward is None:
+            return
+        if backward.second is None:
+            backward.second = self._captured_weight_gradients(backward.pending)
+        backward.second.run(direct=direct)
+
+    @property
+    def _graded_inputs(self) -> list[Tensor]:
+        return [tensor for tensor in self._inputs if tensor.requires_grad]
 
     def _replay(self, graph: Any, layer: NamedLayer, step: int, rows: SampleRows) -> None:
         with self._seeded(layer, step, rows):
@@ -174,20 +195,49 @@ class StageGraphs:
         self._changed = [b for b, version in pairs if b._version != version]  # noqa: SLF001
         self._layout, self._outputs = flatten_value(value, stage.place)
 
-    def _captured_backward(self, graded: Sequence[bool]) -> _Backward:
+    def _captured_backward(self, graded: Sequence[bool], *, defers: bool) -> _Backward:
         outputs = [tensor for tensor, has in zip(self._outputs, graded, strict=True) if has]
         gradients = [torch.empty_like(tensor, requires_grad=False) for tensor in outputs]
         aliases = [alias for _, alias in self._aliases.values()]
-        inputs = [tensor for tensor in self._inputs if tensor.requires_grad]
+        inputs, roots = self._graded_inputs, [gradient_edge(tensor) for tensor in outputs]
+        if defers and not inputs:
+            return _Backward(gradients, _Gradients(None), [_PendingGradients(roots, gradients, aliases)])
+        early, places = _split(roots, inputs) if defers else (aliases, [])
+        wanted = [*inputs, *early, *(edge for edges, _ in places for edge in edges)]
         graph = self._device.CUDAGraph()
         with self._capturing(graph):
-            # Retained: what it saved stays where it is, for further units.
-            results = torch.autograd.grad(
-                outputs, [*inputs, *aliases], gradients, retain_graph=True, allow_unused=True
-            )
+            results = self._gradients(outputs, wanted, gradients)
+        rest = iter(results[len(inputs) :])
+        first = _Gradients(graph, results[: len(inputs)], self._of_weights(early, rest))
+        pending = [
+            _PendingGradients(edges, [next(rest) for _ in edges], weights) for edges, weights in places
+        ]
+        return _Backward(gradients, first, pending)
+
+    def _captured_weight_gradients(self, pending: Sequence[_PendingGradients]) -> _Gradients:
+        of_weights: list[_OfWeight] = []
+        graph = self._device.CUDAGraph()
+        with self._capturing(graph):
+            for edges, gradients, weights in pending:
+                pairs = [(e, g) for e, g in zip(edges, gradients, strict=True) if g is not None]
+                if pairs:
+                    results = self._gradients([e for e, _ in pairs], weights, [g for _, g in pairs])
+                    of_weights += self._of_weights(weights, iter(results))
+        return _Gradients(graph, (), of_weights)
+
+    def _gradients(self, roots: Any, wanted: Any, gradients: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        # Retained: what the graph saved stays where it is, for further units.
+        results: Sequence[Tensor | None] = torch.autograd.grad(
+            roots, wanted, gradients, retain_graph=True, allow_unused=True
+        )
         if any(tensor is not None and tensor.layout is not torch.strided for tensor in results):
             raise ConfigError(f"{self._stage.place} makes sparse gradients; omit capture")
-        return _Backward(graph, gradients, results)
+        return results
+
+    def _of_weights(self, aliases: Sequence[Tensor], gradients: Iterator[Tensor | None]) -> list[_OfWeight]:
+        weights = {id(alias): weight for weight, alias in self._aliases.values()}
+        pairs = [(weights[id(alias)], next(gradients)) for alias in aliases]
+        return [(weight, gradient) for weight, gradient in pairs if gradient is not None]
 
     @contextmanager
     def _capturing(self, graph: Any) -> Iterator[None]:
@@ -232,27 +282,92 @@ class StageGraphs:
                 table[name] = parameter
 
 
+_OfWeight = tuple[nn.Parameter, Tensor]
+"""Weight, and its gradient for one unit."""
+
+
 @dataclass(frozen=True, slots=True)
+class _Gradients:
+    """Graph that makes gradients.
+
+    Attributes:
+        graph: the graph; None: it makes none.
+        of_inputs: gradients of inputs; None: there is none.
+        of_weights: weights and their gradients.
+    """
+
+    graph: Any
+    of_inputs: Sequence[Tensor | None] = ()
+    of_weights: Sequence[_OfWeight] = ()
+
+    def run(self, *, direct: bool) -> Sequence[Tensor | None]:
+        """Make the gradients, add those of weights, and return those of inputs."""
+        if self.graph is not None:
+            self.graph.replay()
+            _add(self.of_weights, direct=direct)
+        return self.of_inputs
+
+
+class _PendingGradients(NamedTuple):
+    """Weight gradients that a first graph leaves: they begin at the gradients of some edges.
+
+    Attributes:
+        edges: the edges.
+        gradients: static gradients of the edges.
+        weights: the weights, as leaves of the graph.
+    """
+
+    edges: Sequence[GradientEdge]
+    gradients: Sequence[Tensor | None]
+    weights: Sequence[Tensor]
+
+
+@dataclass(slots=True)
 class _Backward:
     """Captured backward.
 
     Attributes:
-        graph: its graph.
         outputs: static gradients of the outputs that have one.
-        gradients: gradients of inputs and weights; None: there is none.
+        first: gradients that it makes.
+        pending: gradients of weights that it leaves.
+        second: makes those; None: not captured yet, or nothing is left.
     """
 
-    graph: Any
     outputs: Sequence[Tensor]
-    gradients: Sequence[Tensor | None]
+    first: _Gradients
+    pending: Sequence[_PendingGradients]
+    second: _Gradients | None = None
 
 
-def _add(weights: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], *, direct: bool) -> None:
+def _split(
+    roots: Sequence[GradientEdge], inputs: Sequence[Tensor]
+) -> tuple[list[Tensor], list[tuple[list[GradientEdge], list[Tensor]]]]:
+    """Split a backward by ``graph_split.py``.
+
+    Returns:
+        The weights whose gradients are made with those of the inputs; the edges where the others begin, with
+        their weights.
+    """
+    graph = traverse(roots, inputs)
+    nodes, partition = graph.nodes, partition_graph(graph, inputs, frozenset())
+
+    def leaves(numbers: Sequence[int]) -> list[Tensor]:
+        return [leaf for n in numbers if (leaf := variable(nodes[n])) is not None]
+
+    if not partition.boundaries:  # all is made at once
+        ends = {id(tensor) for tensor in inputs}
+        all_leaves = leaves(range(len(nodes)))
+        return [leaf for leaf in all_leaves if id(leaf) not in ends], []
+    return leaves(partition.early), [
+        ([GradientEdge(nodes[b.node], output) for output in b.outputs], leaves(b.weights))
+        for b in partition.boundaries
+    ]
+
+
+def _add(gradients: Sequence[_OfWeight], *, direct: bool) -> None:
     totals: list[Tensor] = []
     terms: list[Tensor] = []
-    for weight, gradient in zip(weights, gradients, strict=True):
-        if gradient is None:
-            continue
+    for weight, gradient in gradients:
         total = weight.grad
         if type(total) is Tensor and total.dtype is gradient.dtype is weight.dtype and not has_hooks(weight):
             totals.append(total)
