@@ -7,6 +7,9 @@ receive ready, with layers of one multiplication of four numbers. The table give
 kind, the mean of all workers, the median of several steps; `bare` is what the same layers, loss and
 backwards take when called by a loop that does nothing else, so that the difference is the engine's.
 
+A second table has stages of linear layers: what a backward in two ops takes longer than in one, and what a
+recomputed layer takes longer than an ideal replay, which is one more forward.
+
 Times are of this thread's processor, not of the wall, so that a busy machine changes them little.
 """
 
@@ -149,13 +152,22 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
     return output.mean()
 
 
-def pipeline(schedule: cf.Schedule, worker: int, *, barrier: bool) -> cf.Pipeline:
+def pipeline(
+    schedule: cf.Schedule,
+    worker: int,
+    *,
+    barrier: bool,
+    layer: Callable[[], nn.Module] = Scale,
+    a_stage: int = 1,
+    recompute: str = "none",
+) -> cf.Pipeline:
     alone = Alone(worker, schedule.workers)
     made = cf.Pipeline(
-        [Scale() for _ in range(schedule.stages)],
+        [layer() for _ in range(schedule.stages * a_stage)],
         loss,
         schedule,
-        cuts=range(1, schedule.stages),
+        cuts=[number * a_stage for number in range(1, schedule.stages)],
+        recompute=recompute,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
         transport=alone,
         digest_every=0,
@@ -258,14 +270,21 @@ def bare() -> dict[str, float]:
 
 
 def cost(
-    schedule: cf.Schedule, repeats: int, rest_seconds: float, *, first: bool, barrier: bool
+    schedule: cf.Schedule,
+    repeats: int,
+    rest_seconds: float,
+    *,
+    first: bool,
+    barrier: bool,
+    workers: Sequence[int] = (),
+    **layers: Any,
 ) -> dict[str, float]:
     """Microseconds by kind of action; ``first``: of steps that learn shapes and count bytes."""
     clock = Clock(rest_seconds)
     whole, actions, steps = 0.0, 0, 0
     rows = mini_batch(schedule)
-    for worker in range(schedule.workers):
-        made = pipeline(schedule, worker, barrier=barrier)
+    for worker in workers or range(schedule.workers):
+        made = pipeline(schedule, worker, barrier=barrier, **layers)
         step = partial(made.step, rows, rows)
         if not first:
             for _ in range(3):
@@ -286,6 +305,34 @@ def cost(
         "beside actions, a step": (whole - inside) / steps,
         "a step": whole / steps,
     }
+
+
+def layer_costs(repeats: int, turns: int = 5) -> list[str]:
+    """Lines of the table of layers: medians of some turns, of a worker within the pipeline."""
+    dapple, split = cf.schemes.dapple(4, 8), cf.schemes.zb_h1(4, 8)
+    kind, width = partial(nn.Linear, SHAPE[1], SHAPE[1]), 8
+    of = partial(cost, repeats=repeats, rest_seconds=0.0, first=False, barrier=True, workers=[1], layer=kind)
+    inputs = torch.ones(SHAPE, device=DEVICE, requires_grad=True)
+    layer = kind().to(DEVICE)
+    rows: dict[str, list[float]] = defaultdict(list)
+    for _ in range(turns):
+        whole, parts = of(dapple), of(split)
+        rows["B, one linear layer"].append(whole["backward"])
+        rows["I, one linear layer"].append(parts["input gradient"])
+        rows["W, one linear layer"].append(parts["weights' gradients"])
+        rows["I + W over B"].append(parts["input gradient"] + parts["weights' gradients"] - whole["backward"])
+        plain, again = of(dapple, a_stage=width), of(dapple, a_stage=width, recompute="layer")
+        more = sum(again[op] - plain[op] for op in ("forward", "backward")) / width
+        forward = micros(lambda: layer(inputs), 200)
+        rows["a forward of a linear layer"].append(forward)
+        rows["recompute=layer, a layer over an ideal replay"].append(more - forward)
+    return [
+        "# Stages of linear layers, worker 1 of 4, 8 micro-batches; microseconds of processor time",
+        "",
+        "| | median | least |",
+        "|---|---|---|",
+        *(f"| {name} | {statistics.median(times):.1f} | {min(times):.1f} |" for name, times in rows.items()),
+    ]
 
 
 def schedules() -> dict[str, cf.Schedule]:
@@ -324,7 +371,12 @@ def profiled(schedule: cf.Schedule, repeats: int, rest_seconds: float, *, barrie
 def main() -> None:
     parser = arguments(__doc__, "engine_cost.*")
     parser.add_argument("--repeats", type=int, default=11, help="steps timed of each worker")
-    parser.add_argument("--only", nargs="+", default=[], help="schedules whose name has one of these words")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        help="schedules whose name has one of these words; layers: the second table",
+    )
     parser.add_argument("--profile", action="store_true", help="where the time goes, in place of the table")
     parser.add_argument(
         "--rest",
@@ -374,6 +426,8 @@ def main() -> None:
             lines.append(
                 f"| {label} | {' | '.join(f'{found[c]:.1f}' if c in found else '' for c in columns)} |"
             )
+    if not options.only or "layers" in options.only:
+        lines += ["", *layer_costs(options.repeats)]
     print("\n".join(lines))
     if options.keep:
         keep("engine_cost", lines)

@@ -59,6 +59,8 @@ def version_of(tensor: Tensor) -> int:
 
 def versions(tree: Any) -> list[int]:
     """Number of changes in place of each tensor in a tree."""
+    if isinstance(tree, Tensor):
+        return [version_of(tree)]
     return [version_of(tensor) for tensor in tensors_in(tree)]
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
@@ -24,7 +25,7 @@ from counterflow.errors import ConfigError
 from counterflow.verification.diagnosis.reruns import FirstOutput, RerunDiagnosis
 
 from ..messages.values import Value
-from .buffers import Buffers
+from .buffers import Buffers, Contents
 from .input_guard import InputGuard, copied, non_leaf, same_tensors
 from .named_layer import NamedLayer, place_of
 from .sample_rows import SampleRows
@@ -51,38 +52,103 @@ class Packed:
     @property
     def tensor(self) -> Tensor | None:
         """The tensor, if a replay has computed it."""
-        entry = self.replay.tensors.get(self.number)
-        return None if entry is None else entry[0]
+        tensors = self.replay.tensors
+        return tensors[self.number] if tensors else None
+
+
+class ReplayedLayer:
+    """A layer that is computed again, with what all its units have in common.
+
+    Args:
+        layer: the layer.
+        device: device of the layer.
+        computing: makes the context in which layers run.
+    """
+
+    __slots__ = ("_buffers", "_computing", "guard", "layer", "reruns")
+
+    def __init__(
+        self, layer: NamedLayer, device: torch.device, computing: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        self.layer, self._computing = layer, computing
+        self.guard, self.reruns = InputGuard(), RerunDiagnosis(device)
+        buffers = Buffers([layer.module])
+        self._buffers = buffers if buffers.places or buffers.norms else None
+
+    @property
+    def place(self) -> str:
+        """The layer in words."""
+        return place_of(self.layer)
+
+    def snapshot(self) -> Contents:
+        """Return the contents of its buffers."""
+        return () if self._buffers is None else self._buffers.snapshot()
+
+    def run_again(self, run: Callable[[Value], Value], value: Value, contents: Contents) -> Value:
+        """Run it on an input, with the precision and buffers of its first run.
+
+        Args:
+            run: runs the layer.
+            value: the input.
+            contents: contents of its buffers.
+        """
+        with self._computing():
+            if self._buffers is None:
+                return run(value)
+            with self._buffers.swapped_in(contents):
+                return run(value)
 
 
 class Replay:
     """Second run of a layer, which computes the tensors that autograd saved when a backward first uses one.
 
+    Hooks of saved tensors run for each of them in both runs, so they call as little as they can.
+
     Args:
-        place: the layer in words.
-        rerun: runs the layer again, and returns its output.
-        recount: called before that: ends the count of the previous replay's tensors, and returns the function
-            that counts those of this one; None: nothing is counted.
+        layer: the layer.
+        run: runs the layer on a value, without its precision and buffers.
+        recount: called before a second run: ends the count of the previous replay's tensors, and returns the
+            function that counts those of this one; None: nothing is counted.
+
+    Attributes:
+        tensors: saved tensors by number; None: a backward has used it. Empty before the second run.
+        needed_twice: numbers of the tensors that stay after a backward has used them.
+        first: output that is compared with that of the second run.
     """
 
+    __slots__ = (
+        "_changes",
+        "_contents",
+        "_count",
+        "_count_input",
+        "_layer",
+        "_recount",
+        "_run",
+        "_runs",
+        "_shapes",
+        "_value",
+        "_versions",
+        "_versions_saved",
+        "first",
+        "needed_twice",
+        "tensors",
+    )
+
     def __init__(
-        self, place: str, rerun: Callable[[Any], Any], recount: Callable[[], CountSaved | None]
+        self, layer: ReplayedLayer, run: Callable[[Value], Value], recount: Callable[[], CountSaved | None]
     ) -> None:
-        self.place = place
-        self._rerun = rerun
-        self._recount = recount
+        self._layer, self._run, self._recount = layer, run, recount
+        self._contents = layer.snapshot()
         self._value: Any = None
         self._versions: list[int] = []
-        self._changes = False
+        self._changes = self._runs = False
         self._count_input: Callable[[], None] | None = None
+        self._count: CountSaved | None = None
         self._shapes: list[torch.Size] = []
-        self.tensors: dict[int, tuple[Tensor, int]] = {}
-        """Saved tensors that no backward has used yet, with their versions."""
+        self._versions_saved: list[int] = []
+        self.tensors: list[Tensor | None] = []
         self.needed_twice: set[int] = set()
-        """Numbers of the tensors that stay after a backward has used them."""
-        self._ran = self._runs = False
         self.first: FirstOutput | None = None
-        """Output that is compared with that of the second run."""
 
     def save(self, value: Any, *, changes: bool, count_input: Callable[[], None] | None = None) -> None:
         """Save the input to run on.
@@ -95,17 +161,16 @@ class Replay:
         self._value, self._changes, self._versions = value, changes, versions(value)
         self._count_input = count_input
 
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Context of the first run.
+    def run_first(self, value: Value) -> Value:
+        """Run the layer the first time.
 
         Raises:
             ConfigError: it makes gradients of its own, which would compute it again before it has ended.
         """
         self._runs = True
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-                yield
+            with saved_tensors_hooks(self._pack, self._unpack):
+                return self._run(value)
         except RuntimeError as error:
             if "saved tensor hooks" in str(error):  # torch.func's word for it
                 raise self._refused() from error
@@ -115,16 +180,15 @@ class Replay:
 
     def _refused(self) -> ConfigError:
         return ConfigError(
-            f"{self.place} makes gradients in its forward (torch.autograd.grad or torch.func), so that it "
-            "cannot be computed again by itself; take recompute='stage', or none"
+            f"{self._layer.place} makes gradients in its forward (torch.autograd.grad or torch.func), so "
+            "that it cannot be computed again by itself; take recompute='stage', or none"
         )
 
     def settle(self) -> None:
         """Drop tensors that no further backward uses, if the second run was made: there is no third one."""
-        if self._ran:
-            self.tensors = {
-                number: item for number, item in self.tensors.items() if number in self.needed_twice
-            }
+        if self.tensors:
+            twice = self.needed_twice
+            self.tensors = [tensor if n in twice else None for n, tensor in enumerate(self.tensors)]
             self._value = None
 
     @never_compiled
@@ -132,56 +196,60 @@ class Replay:
         if self._count_input is not None:
             self._count_input()
             self._count_input = None
-        self._shapes.append(tensor.shape)
-        return Packed(self, len(self._shapes) - 1)
+        shapes = self._shapes
+        shapes.append(tensor.shape)
+        return Packed(self, len(shapes) - 1)
 
     def _unpack(self, packed: Packed) -> Tensor:
         if self._runs:
             raise self._refused()
         number = packed.number
-        if number not in self.tensors:
-            self._run()
-        tensor, version = self.tensors[number] if number in self.needed_twice else self.tensors.pop(number)
-        if tensor._version != version:  # noqa: SLF001
+        tensor = self.tensors[number] if self.tensors else None
+        if tensor is None:
+            self._run_again()
+            tensor = self.tensors[number]
+            assert tensor is not None
+        if number not in self.needed_twice:
+            self.tensors[number] = None
+        if tensor._version != self._versions_saved[number]:  # noqa: SLF001
             raise ConfigError(
-                f"{self.place} changes a tensor in place that its own backward needs; leave out "
+                f"{self._layer.place} changes a tensor in place that its own backward needs; leave out "
                 "inplace=True there, or take recompute='stage', or none"
             )
         return tensor
 
-    def _run(self) -> None:
+    @never_compiled
+    def _pack_again(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()
+        self.tensors.append(tensor)
+        self._versions_saved.append(tensor._version)  # noqa: SLF001
+        if self._count is not None:
+            self._count(tensor)
+        return tensor
+
+    def _run_again(self) -> None:
         if versions(self._value) != self._versions:
             raise ConfigError(
-                f"the input of {self.place} was changed in place before it was computed again, which did not "
-                "happen in the first forward; copy it before it is changed"
+                f"the input of {self._layer.place} was changed in place before it was computed again, which "
+                "did not happen in the first forward; copy it before it is changed"
             )
-        count = self._recount()
-        saved_tensors: list[tuple[Tensor, int]] = []
-
-        @never_compiled
-        def pack(tensor: Tensor) -> Tensor:
-            detached = tensor.detach()
-            saved_tensors.append((detached, detached._version))  # noqa: SLF001
-            if count is not None:
-                count(detached)
-            return detached
-
+        self._count = self._recount()
+        self.tensors, self._versions_saved = [], []
         with torch.enable_grad():
             value = mapped(self._fresh_input, self._value)
-            with torch.autograd.graph.saved_tensors_hooks(pack, _same):
-                output = self._rerun(value)
-        shapes = [tensor.shape for tensor, _ in saved_tensors]
+            with saved_tensors_hooks(self._pack_again, _same):
+                output = self._layer.run_again(self._run, value, self._contents)
+        self._count = None
+        shapes = [tensor.shape for tensor in self.tensors if tensor is not None]
         if shapes != self._shapes:
             raise ConfigError(
-                f"{self.place} saved {len(self._shapes)} tensors for its backward and {len(shapes)} of other "
-                "shapes when it was computed again; what it does may depend on its input, weights, buffers "
-                "and torch's random numbers only"
+                f"{self._layer.place} saved {len(self._shapes)} tensors for its backward and {len(shapes)} "
+                "of other shapes when it was computed again; what it does may depend on its input, weights, "
+                "buffers and torch's random numbers only"
             )
         if self.first is not None:
-            self.first.compare(list(tensors_in(output)), self.place)
+            self.first.compare(list(tensors_in(output)), self._layer.place)
             self.first = None
-        self.tensors = dict(enumerate(saved_tensors))
-        self._ran = True
 
     def _fresh_input(self, tensor: Tensor) -> Tensor:
         if self._changes:
@@ -217,10 +285,8 @@ class LayerReplays(StageWrapper):
         """In a forward: counts the inputs that are saved."""
         self.recount: Callable[[], CountSaved] | None = None
         """In a backward: ends the count of the previous layer, and returns what counts the next one."""
-        self._computing, self._note = computing, note
-        self._of = {
-            layer.index: (InputGuard(), Buffers([layer.module]), RerunDiagnosis(device)) for layer in layers
-        }
+        self._note = note
+        self._layers = {layer.index: ReplayedLayer(layer, device, computing) for layer in layers}
         self._watched: list[tuple[InputGuard, Value, list[int], Replay]] = []
 
     @contextmanager
@@ -258,24 +324,21 @@ class LayerReplays(StageWrapper):
     def wrap_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         if not torch.is_grad_enabled():
             return run(value, step, rows)
-        guard, buffers, reruns = self._of[layer.index]
-        contents = buffers.snapshot()
-
-        def rerun(value: Value) -> Value:
-            with self._computing(), buffers.swapped_in(contents):
-                return run(value, step, rows)
-
-        replay = Replay(place_of(layer), rerun, lambda: None if self.recount is None else self.recount())
+        replayed_layer = self._layers[layer.index]
+        guard = replayed_layer.guard
+        replay = Replay(replayed_layer, lambda value: run(value, step, rows), self._recounted)
         self._note(replay)
         same = same_tensors(value)
         if guard.changes is None:
             self._watched.append((guard, same, versions(same), replay))
         count_input = None if self.count_saved is None else partial(_count_all, self.count_saved, same)
         replay.save(guard.saved_copy(same), changes=guard.changes is not False, count_input=count_input)
-        with replay.watch():
-            value = run(value, step, rows)
-        replay.first = reruns.first_output(list(tensors_in(value)), step)
+        value = replay.run_first(value)
+        replay.first = replayed_layer.reruns.first_output(list(tensors_in(value)), step)
         return value
+
+    def _recounted(self) -> CountSaved | None:
+        return None if self.recount is None else self.recount()
 
 
 def _count_all(count: CountSaved, value: Value) -> None:
