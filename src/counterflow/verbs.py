@@ -137,7 +137,6 @@ def _measured(
     optimizer: MakeOptimizer | None,
     workers: int | None,
 ) -> tuple[Measurement, int]:
-    """The cached profile of a module, and the samples of its example."""
     from .measure.model_profile import Description  # noqa: PLC0415 - torch takes seconds
     from .measure.profile_cache import measure_once  # noqa: PLC0415
     from .measure.user_model import DEFAULT_OPTIMIZER, UserModel  # noqa: PLC0415

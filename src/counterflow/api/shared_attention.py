@@ -151,7 +151,6 @@ class _Ring:
                 yield _Run(number, start, chunk * length, key, value, sums)
 
     def _send(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Send tensors to the next position, and receive those of the one before."""
         number, count = self._share.number, self._share.count
         ranks = dist.get_process_group_ranks(self._group)
         after, before = ranks[(number + 1) % count], ranks[(number - 1) % count]

@@ -188,7 +188,6 @@ class Recorder(TorchFunctionMode):
             raise Unfollowed(self._stack[-1], why)
 
     def _lasts(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor comes from no input, no weight and no random draw."""
         refs = [self._origin.get(id(tensor))]
         while refs:
             ref = refs.pop()

@@ -27,8 +27,6 @@ _ROW, _COLUMN, _GAP, _MARGIN = 0.22, 0.42, 0.5, 1.0  # inches
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """A message in a buffer, by numbers of ops: posted before ``start``, needed by ``needed``."""
-
     name: str
     is_gradient: bool
     buffer: int

@@ -335,7 +335,6 @@ class _OrderSearch:
         return job.play
 
     def _synthesize(self, job: _Job, play: Play, seconds: float, before: Computed | None) -> Computed:
-        """An order for the ops of ``play``, not worse than its own if it has one."""
         best = self._best_seconds
 
         def report(value: float, bound: float, doing: str) -> None:

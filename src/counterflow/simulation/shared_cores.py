@@ -114,7 +114,6 @@ class _SharedPlay:
             now += passed
 
     def _begin(self, now: float) -> None:
-        """Begin the next op of each worker that waits for nothing any more."""
         for worker in [worker for worker, wake in self.wake.items() if wake <= now or wake == math.inf]:
             op = self._head[worker]
             if op == self._stop[worker]:

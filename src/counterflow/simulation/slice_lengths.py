@@ -139,7 +139,6 @@ class _Sequence:
         return cuts
 
     def _halfway(self, cuts: list[int]) -> int:
-        """A point within the slice of most points."""
         places = [bisect_right(self._points, cut) - 1 for cut in cuts]
         first, last = max(pairwise(places), key=lambda both: both[1] - both[0])
         return self._points[(first + last) // 2]

@@ -14,8 +14,6 @@ from ..inputs.profile import LayerProfile
 
 
 class _State(NamedTuple):
-    """State of a tensor before a layer."""
-
     saved: bool = False
     of_stage: bool = False
     passed: bool = False
@@ -30,8 +28,6 @@ _NEW = _State()
 
 
 class _Row(NamedTuple):
-    """Amounts of one layer, as ``StageInputs`` has them for all."""
-
     entering: float = 0.0
     first_saved: float = 0.0
     unsaved: float = 0.0

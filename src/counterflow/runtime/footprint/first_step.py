@@ -114,7 +114,6 @@ class FirstStep:
         return shares[most]
 
     def _saved(self, batch: Batch) -> list[int]:
-        """Bytes that each worker saves for backwards at least."""
         stages = None
         # Casts and fusions save other tensors.
         if not (self.execution.compile or self.execution.autocast) and batch.inputs is not None:

@@ -278,7 +278,6 @@ def slots(number: int, node: Node) -> Iterator[tuple[Slot, Any]]:
 
 
 def _above(edges: Sequence[Sequence[tuple[int, int]]], ends: Iterable[int]) -> set[int]:
-    """Return the nodes from which one of ``ends`` is reached, and ``ends``."""
     parents: dict[int, list[int]] = defaultdict(list)
     for n, children in enumerate(edges):
         for child, _ in children:

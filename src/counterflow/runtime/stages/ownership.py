@@ -87,7 +87,6 @@ class ThreadLocalModules:
         ]
 
     def _separate(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
-        """Copy the layers if an earlier thread reaches an object that they reach."""
         local = _LocalObjects(self._in_use, {id(module) for module in self._model_modules})
         rows = cast("list[_LocalObjects]", self._transport.gather_objects(local))
         rank, models = self._transport.rank, [row.model for row in rows]

@@ -272,7 +272,6 @@ class Cast(Precision):
 
 
 def _of_value(of: Callable[[Tensor], Tensor], value: Value) -> Value:
-    """Map the tensors of a value, except skips and states of slices."""
     return value._replace(value=mapped(of, value.value)) if type(value) is Carried else mapped(of, value)
 
 

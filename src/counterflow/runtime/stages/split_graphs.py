@@ -123,7 +123,6 @@ def _separate_convolutions(graph: fx.GraphModule) -> None:
 
 
 def _above(values: Iterable[Any], inputs: Collection[fx.Node] = ()) -> set[fx.Node]:
-    """Return some nodes, and all that they need to be computed from ``inputs``."""
     waiting = [value for value in values if isinstance(value, fx.Node)]
     needed = {*waiting}
     while waiting:

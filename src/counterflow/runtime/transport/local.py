@@ -149,8 +149,6 @@ class _Message:
 
 
 class _Collective:
-    """A collective: each rank contributes a value; the last one computes the result."""
-
     __slots__ = ("done", "joined", "remaining", "result", "values")
 
     def __init__(self, size: int) -> None:
