@@ -6,12 +6,12 @@ from random import Random
 
 import pytest
 
-from counterflow.lint.calls import CallLists, CallSide, CommunicatorScope
+from counterflow.lint.calls import CallLists, CallSide, CallStep, CommunicatorScope, Part
 from counterflow.lint.changes import ListChange, changes_for
 from counterflow.lint.pairing import is_crossed, pairing_faults
 from counterflow.lint.program_lists import program_lists
 from counterflow.lint.verdicts import lint
-from counterflow.lint.waiting import TransportRule, play
+from counterflow.lint.waiting import Happening, TransportRule, play
 from counterflow.program.action_lists import circle
 from counterflow.program.actions import Action, Matching, Program, Receive, Send
 from counterflow.program.lowering import lower
@@ -73,6 +73,45 @@ def test_rules_are_those_of_the_checker() -> None:
             assert blocking is (circle(changed, graph, rendezvous=True, holding=True) is None)
             verdicts.add(blocking)
     assert verdicts == {True, False}
+
+
+def test_a_hardware_queue_waits_less_than_blocked_launches() -> None:
+    """Lists that end if launches block end with one hardware queue, and those with any number of them."""
+    verdicts = set()
+    for seed in range(300):
+        lists = drawn_lists(seed)
+        rules = (TransportRule.BLOCKING, TransportRule.ONE_QUEUE, TransportRule.NCCL)
+        ends = tuple(play(lists, rule).ok for rule in rules)
+        assert sorted(ends) == list(ends), seed
+        verdicts.add(ends)
+    assert {(False, False, True), (False, True, True), (True, True, True)} <= verdicts
+
+
+def test_one_hardware_queue_holds_what_is_launched_behind_a_stream() -> None:
+    """Rank 0 launches its answer behind three receives; rank 1 sends only one message before the answer."""
+    answer, *receives = (
+        ("send", "0→1", "answer"),
+        *(("receive", "1→0", f"m{number}") for number in range(3)),
+    )
+    sends = [("send", "1→0", f"m{number}") for number in range(3)]
+    rank_1 = _row([sends[0], ("receive", "0→1", "answer"), *sends[1:]], peer=0, needs={2: (1,)})
+    behind = CallLists((_row([*receives, answer], peer=1), rank_1), "drawn")
+    assert play(behind, TransportRule.NCCL).ok
+    stuck = play(behind, TransportRule.ONE_QUEUE)
+    assert stuck.closed
+    assert any(wait.rank == 0 and wait.event is Happening.DISPATCHED for wait in stuck.waits)
+    before = CallLists((_row([*receives[:2], answer, receives[2]], peer=1), rank_1), "drawn")
+    assert play(before, TransportRule.ONE_QUEUE).ok  # the second receive has begun, and waits in its stream
+    assert not play(before, TransportRule.BLOCKING).ok
+
+
+def _row(
+    calls: list[tuple[str, str, str]], *, peer: int, needs: dict[int, tuple[int, ...]] | None = None
+) -> tuple[CallStep, ...]:
+    return tuple(
+        CallStep(n, name, (Part(CallSide(side), peer, name, communicator),), (needs or {}).get(n, ()))
+        for n, (side, communicator, name) in enumerate(calls)
+    )
 
 
 def _with_receives_elsewhere(draw: Random, actions: tuple[Action, ...]) -> list[Action]:

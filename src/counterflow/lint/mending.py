@@ -128,6 +128,7 @@ def _reposted(lists: CallLists) -> ListChange | None:
 _ORDER = [
     TransportRule.EAGER,
     TransportRule.NCCL,
+    TransportRule.ONE_QUEUE,
     TransportRule.RENDEZVOUS,
     TransportRule.BLOCKING,
     TransportRule.FIRST_USE,

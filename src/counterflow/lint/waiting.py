@@ -25,14 +25,16 @@ class TransportRule(Enum):
 
     ``EAGER``: a send never waits; what takes a message waits for it. ``RENDEZVOUS``: a send holds its rank
     until its receive is posted. ``NCCL``: calls of one communicator run one after another in their rank's
-    stream, each until both sides ran; no rank is held. ``BLOCKING``: each call holds its rank until it is
-    complete, as with ``CUDA_LAUNCH_BLOCKING=1``. ``FIRST_USE``: so does each call, and the first one of a
-    connection moves nothing before both sides have called, in all parts of a batch.
+    stream, each until both sides ran; no rank is held. ``ONE_QUEUE``: so, and nothing begins before all that
+    its rank launched earlier has begun, as with ``CUDA_DEVICE_MAX_CONNECTIONS=1``. ``BLOCKING``: each call
+    holds its rank until it is complete, as with ``CUDA_LAUNCH_BLOCKING=1``. ``FIRST_USE``: so does each call,
+    and the first one of a connection moves nothing before both sides have called, in all parts of a batch.
     """
 
     EAGER = "eager sends"
     RENDEZVOUS = "rendezvous sends"
     NCCL = "NCCL's order"
+    ONE_QUEUE = "NCCL's order, one hardware queue"
     BLOCKING = "launch-blocking"
     FIRST_USE = "launch-blocking, connections at first use"
 
@@ -40,6 +42,11 @@ class TransportRule(Enum):
     def by_name(self) -> bool:
         """True if messages are matched by name, not by order alone."""
         return self in (TransportRule.EAGER, TransportRule.RENDEZVOUS)
+
+    @property
+    def has_streams(self) -> bool:
+        """True if calls run in streams, beside their rank."""
+        return self in (TransportRule.NCCL, TransportRule.ONE_QUEUE)
 
 
 def rules_of(lists: CallLists) -> tuple[TransportRule, ...]:
@@ -55,6 +62,7 @@ class Happening(Enum):
     CALLED = "called"
     BEGUN = "begun"
     ENTERED = "entered"
+    DISPATCHED = "dispatched"
     DONE = "done"
     COMPUTED = "computed"
 
@@ -156,7 +164,7 @@ class Player:
 
     def _add(self, rank: int, position: int, step: CallStep) -> None:
         queue, rule = self.queues[rank], self.rule
-        needs = list(self._needs(rank, position, step))
+        needs = [*self._needs(rank, position, step), *self._dispatched(rank, position)]
         ids = [PartId(rank, step.number, number) for number in range(len(step.parts))]
         if not step.parts:
             events: list[Event] = [(Happening.COMPUTED, PartId(rank, step.number, 0))]
@@ -171,11 +179,13 @@ class Player:
             if sends:
                 waits: list[Event] = [(Happening.POSTED, part) for part in sends]
                 queue.node(position, waits, self._to_partners(Happening.SENT, sends))
-        elif rule is TransportRule.NCCL:
+        elif rule.has_streams:
             called = (Happening.CALLED, PartId(rank, step.number, 0))
             queue.node(position, needs, [called])
             stream = self.streams.setdefault((rank, step.stream), _Queue(rank, step.stream))
             self._meet(stream, position, [called], ids)
+            if rule is TransportRule.ONE_QUEUE:
+                stream.makes[-2].append((Happening.DISPATCHED, PartId(rank, step.number, 0)))
             stream.makes[-1].append((Happening.DONE, PartId(rank, step.number, 0)))
         else:
             first = [i for i in ids if rule is TransportRule.FIRST_USE and self._is_first(i)]
@@ -204,13 +214,18 @@ class Player:
                 yield happening, PartId(rank, number, -1)  # never: its own rank would have to be further
             elif not needed.parts:
                 continue
-            elif self.rule is TransportRule.NCCL:
+            elif self.rule.has_streams:
                 yield Happening.DONE, PartId(rank, number, 0)
             elif self.rule.by_name:
                 alone = {part for owner, part in step.receives if owner == number}
                 for index, part in enumerate(needed.parts):
                     if part.side is CallSide.RECEIVE and (not alone or index in alone):
                         yield Happening.SENT, PartId(rank, number, index)
+
+    def _dispatched(self, rank: int, position: int) -> Iterator[Event]:
+        before = self.lists.ranks[rank][position - 1] if position else None
+        if self.rule is TransportRule.ONE_QUEUE and before is not None and before.parts:
+            yield Happening.DISPATCHED, PartId(rank, before.number, 0)
 
     def _arrays(self) -> ListArrays:
         takers = {e: q for q, queue in enumerate(self.queues) for takes in queue.takes for e in takes}

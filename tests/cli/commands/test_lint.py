@@ -28,10 +28,11 @@ def test_a_circle(run: Run, lists: Path, tmp_path: Path) -> None:
     assert lines[0] == f"{lists}: torch's schedule with communication, 2 ranks, 4 calls"
     at = lines.index("✗ NCCL's order")
     assert lines[at + 1 : at + 3] == CIRCLE
-    assert lines[at + 3] == "✗ launch-blocking: as with NCCL's order"
+    assert lines[at + 3] == "✗ NCCL's order, one hardware queue: as with NCCL's order"
+    assert lines[at + 4] == "✗ launch-blocking: as with NCCL's order"
     assert lines[-2:] == [
-        "Smallest change: rank 0: swap 0SEND_F1 and 2RECV_F0 (the changed lists end under 4 rules)",
-        "Wrong: 3 of 5 rules broken.",
+        "Smallest change: rank 0: swap 0SEND_F1 and 2RECV_F0 (the changed lists end under 5 rules)",
+        "Wrong: 4 of 6 rules broken.",
     ]
     assert "<svg" in picture.read_text(encoding="utf-8")
 

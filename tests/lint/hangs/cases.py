@@ -13,12 +13,15 @@ from counterflow.lint.torch_lists import read_torch_lists
 from counterflow.lint.waiting import TransportRule
 
 FOLDER = Path(__file__).parent
-RENDEZVOUS, NCCL, BLOCKING, FIRST_USE = (
+RENDEZVOUS, NCCL, ONE_QUEUE, BLOCKING, FIRST_USE = (
     TransportRule.RENDEZVOUS,
     TransportRule.NCCL,
+    TransportRule.ONE_QUEUE,
     TransportRule.BLOCKING,
     TransportRule.FIRST_USE,
 )
+STREAMS = (RENDEZVOUS, NCCL, ONE_QUEUE, BLOCKING)
+"""Rules that a circle of streams breaks."""
 
 
 @dataclass(frozen=True)
@@ -197,26 +200,18 @@ def _one_stage(rank: int, ranks: int, micro_batches: int) -> list[dict[str, Any]
 
 
 HANGS = {
-    "pytorch-172668": Hang(
-        "pytorch/pytorch#172668", first_comment, (RENDEZVOUS, NCCL, BLOCKING), "rank 0: swap 0SEND_F1"
-    ),
+    "pytorch-172668": Hang("pytorch/pytorch#172668", first_comment, STREAMS, "rank 0: swap 0SEND_F1"),
     "pytorch-172668-swapped": Hang(
-        "pytorch/pytorch#172668", second_comment, (RENDEZVOUS, NCCL, BLOCKING), "rank 0: swap 0SEND_F2"
+        "pytorch/pytorch#172668", second_comment, STREAMS, "rank 0: swap 0SEND_F2"
     ),
     "pytorch-188833": Hang("pytorch/pytorch#188833", warm_up, (), stalls=True),
     "pytorch-175225": Hang("pytorch/pytorch#175225", one_batch_for_two_peers, (), stalls=True),
-    "pytorch-174942": Hang(
-        "pytorch/pytorch#174942", large_batch, (RENDEZVOUS, NCCL, BLOCKING), "split the large batches"
-    ),
-    "pytorch-178815": Hang(
-        "pytorch/pytorch#178815", parity_rule, (RENDEZVOUS, NCCL, BLOCKING), "post each receive"
-    ),
+    "pytorch-174942": Hang("pytorch/pytorch#174942", large_batch, STREAMS, "split the large batches"),
+    "pytorch-178815": Hang("pytorch/pytorch#178815", parity_rule, STREAMS, "post each receive"),
     "megatron-5100": Hang(
         "NVIDIA/Megatron-LM#5100", shapes_of_two_ranks, (), "rank 1: swap the receives", crossed=True
     ),
-    "megatron-5100-ring": Hang(
-        "NVIDIA/Megatron-LM#5100", shapes_of_a_ring, (RENDEZVOUS, NCCL, BLOCKING), "post each receive"
-    ),
+    "megatron-5100-ring": Hang("NVIDIA/Megatron-LM#5100", shapes_of_a_ring, STREAMS, "post each receive"),
     "torchtitan-775": Hang(
         "pytorch/torchtitan#775", few_micro_batches, (FIRST_USE,), "connect before the first step"
     ),

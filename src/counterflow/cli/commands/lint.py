@@ -31,6 +31,7 @@ class RuleName(StrEnum):
     EAGER = "eager"
     RENDEZVOUS = "rendezvous"
     NCCL = "nccl"
+    ONE_QUEUE = "one-queue"
     BLOCKING = "blocking"
     FIRST_USE = "first-use"
 
@@ -60,8 +61,8 @@ def lint(
     rule: Annotated[
         list[RuleName] | None,
         typer.Option(
-            help="Rule of a transport: eager, rendezvous, nccl, blocking, first-use; may be repeated. "
-            "Default: all that apply.",
+            help="Rule of a transport: eager, rendezvous, nccl, one-queue, blocking, first-use; may be "
+            "repeated. Default: all that apply.",
             show_default=False,
             metavar="RULE",
         ),
