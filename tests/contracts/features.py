@@ -17,7 +17,6 @@ from torch import Tensor, nn
 import counterflow as cf
 
 WIDTH, POSITIONS, SAMPLES = 4, 4, 8
-STEPS = 4
 DECAY = 0.75
 SKIPPED_STEP = 2
 """Step whose loss is infinite, where updates are skipped."""
@@ -153,6 +152,8 @@ class Feature:
         exact: whether a training that is saved and loaded goes on bit for bit.
         together: steps whose gradients make one update.
         samples: of a replica's mini-batch.
+        steps: steps of the training, of which the last two follow a state that is saved.
+        transport: of the workers.
         ema, scheduled, skips, counted: whether there are an average of the weights, a learning rate that
             falls, an infinite loss in one step, a loss that counts some of its elements.
     """
@@ -167,6 +168,8 @@ class Feature:
     exact: bool = True
     together: int = 1
     samples: int = SAMPLES
+    steps: int = 4
+    transport: str = "local"
     ema: bool = False
     scheduled: bool = False
     skips: bool = False
@@ -218,6 +221,8 @@ FEATURES = {
             tolerance=2e-2,
         ),
         Feature(name="compiled", options={"compile": "eager"}),
+        # Not exact: the plain second part of a split backward adds a product into a gradient in one kernel.
+        Feature(name="captured", options={"capture": True}, steps=8, transport="strict-nccl", exact=False),
     )
 }
 
@@ -303,6 +308,15 @@ class Case:
     @property
     def samples(self) -> int:
         return min(feature.samples for feature in self.features)
+
+    @property
+    def steps(self) -> int:
+        """Steps before and after a state is saved."""
+        return int(self.largest("steps"))
+
+    @property
+    def transport(self) -> str:
+        return next((f.transport for f in self.features if f.transport != "local"), "local")
 
     @property
     def exact(self) -> bool:

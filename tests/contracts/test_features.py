@@ -16,7 +16,7 @@ from counterflow.schedule import registry
 from counterflow.schedule.registry import schedule_of
 
 from ..tables import WHOLE, turns
-from .features import DECAY, FEATURES, SCHEMES, STEPS, Case, Feature
+from .features import DECAY, FEATURES, SCHEMES, Case, Feature
 from .one_process import OneProcess, Training
 
 pytestmark = pytest.mark.filterwarnings(
@@ -24,8 +24,9 @@ pytestmark = pytest.mark.filterwarnings(
 )  # Dynamo's
 
 CLOSED = "the pipeline is closed, because an earlier call failed"
-BEFORE, AFTER = range(2), range(2, STEPS)
-"""Steps before a state is saved, and after it."""
+
+Work = tuple[Training, Training, tuple[int, ...], dict[int, Any]]
+"""The training as a whole, the same with its last steps from a saved state, the cuts, and captured stages."""
 
 
 class FaultError(Exception):
@@ -73,7 +74,7 @@ class Piped:
 
         def steps() -> None:
             for _ in range(4):  # an error of an asynchronous step is reported by a later one
-                self._step(STEPS - 1)
+                self._step(self.case.steps - 1)
             self.pipeline.flush()
 
         with pytest.raises(cf.CounterflowError):
@@ -85,21 +86,27 @@ class Piped:
         self.pipeline.close()
 
 
-def work(case: Case) -> tuple[Training, Training, tuple[int, ...]]:
-    """The training as a whole, the same with its second part from a saved state, and the cuts."""
+def parts_of(case: Case) -> tuple[range, range]:
+    """Steps before a state is saved, and after it."""
+    return range(case.steps - 2), range(case.steps - 2, case.steps)
+
+
+def work(case: Case) -> Work:
+    """Train a case."""
     trainer = Piped(case)
-    losses = trainer.train(BEFORE)
+    before, after = parts_of(case)
+    losses = trainer.train(before)
     file = io.BytesIO()
     torch.save(trainer.pipeline.state_dict(), file)
-    whole = trainer.training(losses + trainer.train(AFTER), STEPS)
-    cuts = trainer.pipeline.cuts
+    whole = trainer.training(losses + trainer.train(after), case.steps)
+    cuts, captured = trainer.pipeline.cuts, trainer.pipeline.captured
     trainer.pipeline.close()
     file.seek(0)
     resumed = Piped(case)
     resumed.pipeline.load_state_dict(torch.load(file, weights_only=True))
-    parts = resumed.training(losses + resumed.train(AFTER), STEPS)
+    parts = resumed.training(losses + resumed.train(after), case.steps)
     resumed.fail()
-    return whole, parts, cuts
+    return whole, parts, cuts, captured
 
 
 def same_numbers(training: Training, expected: Training, begin: dict[str, Tensor], tolerance: float) -> None:
@@ -137,6 +144,7 @@ REFUSED: dict[tuple[str, str], str] = {
         "bfloat16",
     ): "compute_dtype replaces weights while layers run; autocast does not go with it",
     ("bfloat16", "compiled"): "compute_dtype replaces weights while layers run; compile does not go with it",
+    ("compiled", "captured"): "capture: compile runs code that is no operator of torch",
     ("slices", "balance"): "has no loss of a whole micro-batch where it cuts them in slices",
     ("slices", "doubled"): "micro-batches that run together, or are halved, cannot be sliced",
     ("slices", "halved"): "micro-batches that run together, or are halved, cannot be sliced",
@@ -160,10 +168,10 @@ def cases(features: Sequence[tuple[Feature, ...]], share: int = 1) -> list[Case]
     return turns([row for row in rows if row], share)
 
 
-def trained(case: Case) -> list[tuple[Training, Training, tuple[int, ...]]]:
+def trained(case: Case) -> list[Work]:
     """Results of ``work`` by worker."""
     workers = schedule_of(case.schedule, {}).workers * case.replicas
-    return cf.launch(work, case, workers=workers, transport="local", timeout_seconds=60, threads=1)
+    return cf.launch(work, case, workers=workers, transport=case.transport, timeout_seconds=60, threads=1)
 
 
 def check(case: Case) -> None:
@@ -175,10 +183,12 @@ def check(case: Case) -> None:
     trainings = trained(case)
     plain = OneProcess(case, trainings[0][2])
     begin = {name: value.clone() for name, value in plain.model.state_dict().items()}
-    expected = plain.training(plain.train(BEFORE) + plain.train(AFTER), STEPS)
-    for whole, parts, _ in trainings:
+    before, after = parts_of(case)
+    expected = plain.training(plain.train(before) + plain.train(after), case.steps)
+    for whole, parts, _, captured in trainings:
         same_numbers(whole, expected, begin, case.tolerance)
         same_numbers(parts, whole, begin, 0.0 if case.exact else case.tolerance)
+        assert all(report.units or report.reason for report in captured.values())
 
 
 @pytest.mark.parametrize("case", cases([(feature,) for feature in FEATURES.values()]), ids=str)

@@ -232,12 +232,10 @@ def _to(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
         wanted = place_of(like) if isinstance(place_of(like), Device) else like.device
         wanted = wanted.handle if isinstance(wanted, Device) else wanted
         kwargs.setdefault("dtype", like.dtype)
-    elif rest and isinstance(rest[0], (torch.device, str, int)):
+    elif rest and isinstance(rest[0], (torch.device, str, int, type(None))):
         wanted = rest.pop(0)
-    if rest and isinstance(rest[0], torch.dtype):
+    if rest and isinstance(rest[0], (torch.dtype, type(None))):
         kwargs["dtype"] = rest.pop(0)
-    if rest and rest[0] is None:  # the dtype
-        rest.pop(0)
     for name, value in zip(("non_blocking", "copy"), rest, strict=False):
         kwargs[name] = value
     kwargs = {name: value for name, value in kwargs.items() if value is not None}
