@@ -25,6 +25,12 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001
 
 
+def in_checkpoint() -> bool:
+    """True in the first run of torch's non-reentrant checkpoint. Without: it is not told from a plain run."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: SLF001
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
 def never_compiled(function: _Function) -> _Function:
     """A function that torch.compile leaves alone, with all it calls, when a compiled layer calls it.
 

@@ -4,6 +4,9 @@ One process divides by that of the whole mini-batch; a micro-batch knows its own
 mean, times a number perhaps, is taken with what it was divided by, wherever it is called: by a loss function
 or the last layer. What else such means become part of is not known. There, micro-batches in which as much of
 a sample counts give the same as one process; others are refused.
+
+Invariant: a sum replaces its mean only if nothing was done to the mean since: no change in place, no hook,
+no other place in autograd's graph.
 """
 
 from __future__ import annotations
@@ -16,13 +19,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from counterflow.api.loss_sum import LossSum
+from counterflow.api.torch_internals import in_checkpoint
 from counterflow.common.tensors.dtensors import full_tensor
-from counterflow.common.tensors.torch_private import whole_call
+from counterflow.common.tensors.torch_private import has_hooks, whole_call
+from counterflow.common.trees import version_of
 
 from ..messages.values import Value
 from ..stages.named_layer import LOSS, NamedLayer
@@ -31,14 +37,49 @@ from ..stages.stage_wrappers import Run, StageWrapper
 from .loss_output import LossOutput, read_loss
 
 _NOTHING = nullcontext()
-_SCALING = frozenset(
-    {"mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "true_divide", "divide"}
-)
+_SCALING: dict[str, Callable[..., Tensor]] = {
+    **dict.fromkeys(("mul", "__mul__", "__rmul__", "multiply", "mul_", "__imul__", "multiply_"), torch.mul),
+    **dict.fromkeys(("div", "__truediv__", "true_divide", "divide"), torch.div),
+    **dict.fromkeys(("div_", "__itruediv__", "true_divide_", "divide_"), torch.div),
+}
+"""Operators by name, those in place too, that multiply or divide by a number."""
 
 
 class _Mean(NamedTuple):
-    sum: Tensor | None  # before the division; None for a mean over elements, which stays as it is
-    weight: Tensor | int  # divisor
+    """Division that made a mean, a tensor that has it as an attribute.
+
+    Attributes:
+        sum: the sum before the division; None: a mean over elements, which stays as it is.
+        weight: divisor.
+        version: changes of the mean in place.
+        node: its node of autograd; None: it had none, as in a checkpoint or in a custom function's forward.
+        factor: the mean that it is a multiple of; None: it is none.
+    """
+
+    sum: Tensor | None
+    weight: Tensor | int
+    version: int
+    node: Node | None
+    factor: Tensor | None = None
+
+
+def _note(mean: Tensor, total: Tensor | None, weight: Tensor | int, factor: Tensor | None = None) -> None:
+    setattr(mean, _NAME, _Mean(total, weight, version_of(mean), mean.grad_fn, factor))
+
+
+def _noted(mean: object) -> _Mean | None:
+    """Return the division that made a tensor; None: there is none, or something was done to its result."""
+    division: _Mean | None = getattr(mean, _NAME, None)
+    if division is None or not isinstance(mean, Tensor):
+        return None
+    if version_of(mean) != division.version or mean.grad_fn is not division.node:
+        return None
+    tensor: Tensor | None = mean
+    while tensor is not None:  # hooks may have been registered after it was multiplied
+        if has_hooks(tensor):
+            return None
+        tensor = getattr(tensor, _NAME).factor
+    return division
 
 
 class MeanLossDetector(StageWrapper):
@@ -87,7 +128,7 @@ class MeanLossDetector(StageWrapper):
         self._recorder.weights = []
         if isinstance(output, LossSum) or not weights:
             return loss
-        mean: _Mean | None = getattr(loss.loss, _NAME, None)
+        mean = _noted(loss.loss)
         if mean is None or not self.divides:
             return loss._replace(counts=_fingerprint(weights, samples)) if self.compares else loss
         weight = mean.weight
@@ -133,6 +174,9 @@ class _MeanRecorder(TorchFunctionMode):
         if not (reduction == "mean" or by_batch) or any(arguments.get(name) is not None for name in _OLD):
             return func(*args, **kwargs)
         weight, total = _DIVISORS[func](arguments), None
+        if in_checkpoint():  # it runs again without this mode, and has to save the same tensors
+            self.weights.append(weight.detach() if isinstance(weight, Tensor) else weight)
+            return func(*args, **kwargs)
         if isinstance(weight, int):  # of no elements their sum, 0, for their mean would not be finite
             mean = full_tensor(func(*args, **kwargs) if weight else func(**{**arguments, "reduction": "sum"}))
         elif weight.requires_grad:  # it is no part of a sum's gradient
@@ -141,7 +185,7 @@ class _MeanRecorder(TorchFunctionMode):
         else:
             total, weight = full_tensor(func(**{**arguments, "reduction": "sum"})), full_tensor(weight)
             mean = total / weight.to(total.dtype)
-        setattr(mean, _NAME, _Mean(total, weight))
+        _note(mean, total, weight)
         self.weights.append(weight)
         return mean
 
@@ -194,12 +238,12 @@ def _by_divergence(arguments: Mapping[str, Any]) -> int:
 
 
 def _scaled(func: Any, args: Any) -> Any:
-    result = func(*args)
     first, second = args
-    mean: _Mean | None = getattr(first, _NAME, None)
-    if mean is not None and isinstance(second, (int, float)):
-        total = None if mean.sum is None else func(mean.sum, second)
-        setattr(result, _NAME, _Mean(total, mean.weight))
+    mean = _noted(first) if isinstance(second, (int, float)) else None
+    result = func(*args)
+    if mean is not None:
+        total = None if mean.sum is None else _SCALING[func.__name__](mean.sum, second)
+        _note(result, total, mean.weight, mean.factor if result is first else first)
     return result
 
 
