@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -270,6 +271,81 @@ def test_changes_between_steps_have_the_graphs_made_again(change: str) -> None:
     ]
     assert_same(results[0], results[1])
     assert_replayed(results[0][2], 6)
+
+
+class Gained(nn.Module):
+    """A layer with attributes of its class, and one that it may have."""
+
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.tanh = nn.Linear(4, 4, dtype=F64), nn.Tanh()
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.tanh(self.linear(x)) * self.factor * getattr(self, "late", 1.0)
+        return output
+
+
+def _halved_forward(layer: Any, x: Tensor) -> Tensor:
+    output: Tensor = layer.tanh(layer.linear(x)) * 0.5
+    return output
+
+
+CHANGES: dict[str, Callable[[Any, pytest.MonkeyPatch], None]] = {
+    "attribute over that of the class": lambda layer, _: setattr(layer, "factor", 0.5),
+    "attribute of the class": lambda _, patch: patch.setattr(Gained, "factor", 0.5),
+    "new attribute": lambda layer, _: setattr(layer, "late", 0.5),
+    "forward of the layer": lambda layer, _: setattr(layer, "forward", partial(_halved_forward, layer)),
+    "forward of the class": lambda _, patch: patch.setattr(Gained, "forward", _halved_forward),
+    "forward of a module of torch": lambda layer, _: setattr(layer.tanh, "forward", torch.relu),
+    "strides": lambda layer, _: setattr(layer.linear.weight, "data", layer.linear.weight.data.t()),
+    "deterministic algorithms": lambda *_: torch.use_deterministic_algorithms(mode=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
+@pytest.mark.parametrize("change", CHANGES)
+def test_any_change_between_steps_counts(change: str) -> None:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [Gained(), Gained()]
+    deterministic = torch.are_deterministic_algorithms_enabled()
+
+    def between(pipeline: cf.Pipeline, number: int) -> None:
+        if number == PLAIN + 2:
+            for layer in modules(pipeline):
+                CHANGES[change](layer, patch)
+
+    results = []
+    for capture in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            results.append(train(layers, cf.schemes.gpipe(1, 4), PLAIN + 6, between=between, capture=capture))
+        torch.use_deterministic_algorithms(deterministic)
+    assert_same(results[0], results[1])
+    (report,) = results[0][2].values()
+    assert report.reason is None
+    assert report.replays == 4 + 4  # in a step before the change, and in one after three further steps
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_autocast_around_some_steps_counts(begins: bool) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2)]
+
+    def work(capture: bool) -> list[float]:
+        pipeline = cf.Pipeline(
+            copy.deepcopy(layers), mse_loss, cf.schemes.dapple(2, 4), optimizer=sgd, capture=capture,
+            dynamic_shapes=True,
+        )  # fmt: skip
+        losses = []
+        for number in range(PLAIN + 6):
+            with torch.autocast("cpu", torch.bfloat16, enabled=(number < PLAIN + 2) is not begins):
+                losses.append(pipeline.step(*batch(number, 8, dtype=torch.float32)).loss)
+        return losses
+
+    captured, plain = (run(work, capture, transport="strict-nccl")[0] for capture in (True, False))
+    assert captured == plain
 
 
 def test_values_that_change_in_each_step_let_a_stage_run_plainly() -> None:

@@ -11,18 +11,21 @@ of the host (the time, a file).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from counterflow.capture.python_state import PythonState
+from counterflow.capture.contexts import Context, process_settings
+from counterflow.capture.python_state import ABSENT, PythonState
 from counterflow.capture.walk import Walk
 from counterflow.common.tensors.devices import type_of
 from counterflow.common.tensors.graphs import graph_of, saved_names, variable
 from counterflow.common.tensors.torch_private import (
     TorchDispatchMode,
+    active_modes,
     has_global_hooks,
     hooks_of_module,
     schema_of,
@@ -139,6 +142,38 @@ def python_state(layers: Sequence[NamedLayer]) -> PythonState:
 
 
 _TABLES = {"_parameters", "_buffers", "_modules"}
+
+
+class ModuleAttributes:
+    """Attributes of modules and of their classes, all of them, compared by identity.
+
+    A ``PythonState`` has the values of the attributes that exist; this also sees new ones, which may hide
+    those of a class, and functions that replace others.
+
+    Args:
+        layers: the layers.
+    """
+
+    def __init__(self, layers: Sequence[NamedLayer]) -> None:
+        modules = {id(m): m for layer in layers for m in layer.module.modules()}.values()
+        owners: dict[object, str] = {cls: cls.__name__ for m in modules for cls in type(m).__mro__}
+        owners |= {module: f"a {type(module).__name__}" for module in modules}
+        self._saved = [(vars(owner), dict(vars(owner)), label) for owner, label in owners.items()]
+
+    def change(self) -> str | None:
+        """Return the first attribute that is another object now; None: none is."""
+        for attributes, saved, label in self._saved:
+            if len(attributes) == len(saved) and all(map(is_, attributes.values(), saved.values())):
+                continue
+            for name in (*attributes, *saved):
+                if attributes.get(name, ABSENT) is not saved.get(name, ABSENT):
+                    return f"attribute {name} of {label}"
+        return None
+
+
+def settings() -> tuple[object, ...]:
+    """Return torch's settings that choose kernels and types, and the modes and hooks of this thread."""
+    return Context.current(), process_settings(), active_modes(), has_global_hooks()
 
 
 def refuse_state(state: PythonState) -> str | None:

@@ -29,7 +29,15 @@ from counterflow.schedule.modes import Recompute
 
 from ..messages.values import Structure, Value, flatten_value, unflatten_value
 from .aux_loss import AuxLossCollector, WithAuxLosses
-from .capture_rules import OperatorRules, python_state, refuse_graph, refuse_modules, refuse_state
+from .capture_rules import (
+    ModuleAttributes,
+    OperatorRules,
+    python_state,
+    refuse_graph,
+    refuse_modules,
+    refuse_state,
+    settings,
+)
 from .captured_passes import CapturedPass, CapturedRun, CapturedSplitPass, UnitRun, WatchedRun
 from .deferred import Deferred
 from .interface import RunnableStage
@@ -147,6 +155,8 @@ class Captures(StageWrapper):
         self._draws: set[int] = set()
         self._step = -1
         self._state: PythonState | None = None
+        self._attributes: ModuleAttributes | None = None
+        self._settings: object = None
         self._addresses: list[object] = []
         self._changes = self._replayed_steps = 0
         self._rules: OperatorRules | None = None
@@ -215,6 +225,8 @@ class Captures(StageWrapper):
         output, leaves = graphs.forward(tensors, step, rows)
         if self._state is not None and not self._state.unchanged():  # in the capture: no replay would do it
             self.run_plainly(f"its layers change {self._state.changed()[0].label}")
+        elif self._attributes is not None and (change := self._attributes.change()) is not None:
+            self.run_plainly(f"its layers change {change}")
         return output, CapturedRun(graphs, tensors, leaves, of_shape.give_back)
 
     @contextmanager
@@ -255,6 +267,7 @@ class Captures(StageWrapper):
         stage = self._stage
         if self._state is None or not self._state.unchanged():
             self._state = python_state(stage.layers)
+        self._attributes, self._settings = ModuleAttributes(stage.layers), settings()
         weights = stage.parameters()
         before = versions(weights)
         self._rules = rules = OperatorRules(self._device)
@@ -269,6 +282,7 @@ class Captures(StageWrapper):
             or refuse_modules(stage.layers)
             or refuse_state(self._state)
             or next((f"its layers change {w.label}" for w in self._state.changed()), None)
+            or (f"its layers change {change}" if (change := self._attributes.change()) else None)
             or ("its layers change their weights" if versions(weights) != before else None)
             or ("its layers replace buffers" if addresses and addresses != self._addresses else None)
             or self._refuse_stage()
@@ -297,6 +311,10 @@ class Captures(StageWrapper):
         if not self._state.unchanged():  # other objects, which may have the same values
             state = python_state(self._stage.layers)
             changed, self._state = self._state.differences(state), state
+        if self._attributes is not None and (change := self._attributes.change()) is not None:
+            changed.append(change)
+        if settings() != self._settings:
+            changed.append("a setting of torch, such as autocast")
         if self._current_addresses() != self._addresses:
             changed.append("the memory of its weights or buffers")
         reason = self._refuse_stage()
@@ -306,14 +324,14 @@ class Captures(StageWrapper):
             self._changes = 1 if self._replayed_steps >= _WORTH else self._changes + 1
             self._replayed_steps = 0
             self._shapes.clear()
-            self._state, self._addresses = None, []
+            self._state, self._attributes, self._addresses = None, None, []
             if self._changes == _MOST_CHANGES:
                 self.run_plainly(f"{changed[0]} changes between steps")
 
     def _current_addresses(self) -> list[object]:
         modules = (module for layer in self._stage.layers for module in layer.module.modules())
         return [
-            (tensor.data_ptr(), tensor.requires_grad, tensor.dtype)
+            (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.requires_grad, tensor.dtype)
             for module in modules
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
         ]
