@@ -340,6 +340,16 @@ def test_an_error_names_worker_action_layer_and_cause() -> None:
         run(_one_step, schemes.gpipe(2, 4), layers, mean_square, numbers(4), workers=2)
 
 
+def test_an_error_of_the_loss_function_says_so() -> None:
+    def fails(output: Tensor, target: Tensor) -> Tensor:
+        raise ValueError("no loss today")
+
+    with pytest.raises(
+        WorkerError, match=r"worker 1, action \d+: Forward F0\.1, the loss function: ValueErr"
+    ):
+        run(_one_step, schemes.gpipe(2, 4), linears(2), fails, numbers(4), workers=2)
+
+
 @pytest.mark.parametrize(
     ("output", "message"),
     [

@@ -75,10 +75,11 @@ def planned_config(
         ConfigError: the model does not say how it is made, or its keys make another model than the plan's.
     """
     if not model.train:
+        made_in_python = ".py:" in model.name
         raise ConfigError(
             f"model {model.name}: has no [train] table, so no config can be written that trains it; the "
-            "report without --out ends with the call of cf.Pipeline that runs the plan, or add the keys of "
-            '[model] there, for example kind = "gpt" and layers = 8'
+            "report without --out ends with the call of cf.Pipeline that runs the plan"
+            + ("" if made_in_python else ', or add the keys of [model] there, such as kind = "gpt"')
         )
     plan = prediction.configuration
     if "optimizer" not in model.config and model.optimizer_states not in _OPTIMIZERS:

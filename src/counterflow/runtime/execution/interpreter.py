@@ -26,10 +26,9 @@ from ..messages.compression import Compression
 from ..messages.receive_slots import ReceiveSlots
 from ..mini_batch.batch import Batch
 from ..mini_batch.loss_output import LossFunction
-from ..stages.named_layer import place_of
 from ..stages.saved_bytes import SavedBytes
 from ..stages.stage import LocalStage
-from ..stages.stage_wrappers import failing_layer
+from ..stages.stage_wrappers import failing_part
 from ..transport.base import Transport
 from ..transport.worker_watch import worker_error
 from .addresses import Addresses
@@ -209,8 +208,8 @@ class Interpreter:
         except Exception as error:
             place = self._place(tasks, task)
             layers = (layer for local_stage in self._tools.stages.values() for layer in local_stage.layers)
-            if (layer := failing_layer(error, layers)) is not None:
-                place = f"{place}, {place_of(layer)}"
+            if (part := failing_part(error, layers)) is not None:
+                place = f"{place}, {part}"
             raise worker_error(place, error, self.transport) from error
         status.now("between steps")
 

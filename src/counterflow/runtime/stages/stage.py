@@ -41,7 +41,7 @@ from .skip_links import StageSkips
 from .skip_runs import PassBy, SkipRunner
 from .sliced_pass import GraphPassMaker, PassMaker, pass_maker
 from .split_backward import SplitBackwardPlanner
-from .stage_wrappers import Run, StageWrapper, blocks, called, composed, layer_run
+from .stage_wrappers import Run, StageWrapper, blocks, called, called_loss, composed, layer_run
 from .versions import Versions
 
 _NOTHING = nullcontext()
@@ -164,9 +164,9 @@ class LocalStage:
             _present(entry, hooks, split_planner), _present(self.replays)
         )
         self.run_layers = composed(self.layers, self._training_wrappers, self._compiled)
-        self._evaluation_loss = layer_run(_LOSS, _of_three, _present(self.context_guard, self.means))
+        self._evaluation_loss = layer_run(_LOSS, called_loss, _present(self.context_guard, self.means))
         loss_wrappers = _present(self.context_guard, self.means, hooks, self.streams)
-        self.run_loss = layer_run(_LOSS, _of_three, loss_wrappers)
+        self.run_loss = layer_run(_LOSS, called_loss, loss_wrappers)
 
     @contextmanager
     def isolated(
@@ -219,7 +219,7 @@ class LocalStage:
         self, value: tuple[Callable[[Any, Any], Any], Any, Any], step: int, rows: SampleRows
     ) -> Any:
         """Return the loss of (loss function, output, target), with the draws of a step."""
-        return layer_run(_LOSS, _of_three, _present(self.means, self.streams))(value, step, rows)
+        return layer_run(_LOSS, called_loss, _present(self.means, self.streams))(value, step, rows)
 
     def _with_common(
         self, outer: Sequence[StageWrapper], inner: Sequence[StageWrapper]
@@ -443,8 +443,3 @@ class LocalStage:
 
 def _present(*wrappers: StageWrapper | None) -> list[StageWrapper]:
     return [wrapper for wrapper in wrappers if wrapper is not None]
-
-
-def _of_three(value: tuple[Callable[[Any, Any], Any], Any, Any], step: int, rows: SampleRows) -> Any:
-    del step, rows
-    return value[0](*value[1:])

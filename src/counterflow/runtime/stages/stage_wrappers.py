@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from traceback import walk_tb
+from typing import Any
 
 from ..messages.values import Keyworded, Value
-from .named_layer import NamedLayer
+from .named_layer import NamedLayer, place_of
 from .sample_rows import SampleRows
 
 Run = Callable[[Value, int, SampleRows], Value]
@@ -160,11 +161,22 @@ def called(module: Callable[..., Value], value: Value, step: int, rows: SampleRo
     return module(*positional, **value.kwargs)
 
 
-def failing_layer(error: BaseException, layers: Iterable[NamedLayer]) -> NamedLayer | None:
-    """The layer in which an error was raised; None: none of them was called."""
+def called_loss(value: tuple[Callable[[Any, Any], Any], Any, Any], step: int, rows: SampleRows) -> Any:
+    """Call a loss function, the first of three values, with an output and targets."""
+    del step, rows
+    return value[0](*value[1:])
+
+
+def failing_part(error: BaseException, layers: Iterable[NamedLayer]) -> str | None:
+    """Return the layer, or the loss function, in which an error was raised; None: none was called."""
     by_module = {id(layer.module): layer for layer in layers}
-    frames = (frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code is called.__code__)
-    return next((by_module.get(id(frame.f_locals["module"])) for frame in frames), None)
+    for frame, _ in walk_tb(error.__traceback__):
+        if frame.f_code is called_loss.__code__:
+            return "the loss function"
+        if frame.f_code is called.__code__:
+            layer = by_module.get(id(frame.f_locals["module"]))
+            return None if layer is None else place_of(layer)
+    return None
 
 
 def _overrides(wrapper: StageWrapper, name: str) -> bool:
