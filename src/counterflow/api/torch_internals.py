@@ -26,7 +26,7 @@ def in_backward() -> bool:
 
 
 def in_checkpoint() -> bool:
-    """True in the first run of torch's non-reentrant checkpoint. Without: it is not told from a plain run."""
+    """True in the first run of torch's non-reentrant checkpoint. Without: it looks like a plain run."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: SLF001
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
