@@ -222,6 +222,41 @@ def test_the_first_call_that_differs_is_named() -> None:
     assert not swapped[0][0].near(swapped[1][0], 1e-6)
 
 
+class _Counts(nn.Module):
+    """A block whose first calls count more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(8, 8), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        output: Tensor = x + self.linear(x) / min(self.calls, 20)
+        return output
+
+
+class _CountingNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(_Counts() for _ in range(2)), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def test_state_between_forwards_is_named_if_no_option_runs_layers_otherwise() -> None:
+    def work() -> None:
+        pipeline, x, y = pipeline_of(_CountingNet(), "gpipe(workers=1, micro_batches=4)")
+        for _ in range(2):
+            pipeline.step(x, y)
+
+    with pytest.raises(ConfigError, match="it counts its calls, for instance"):
+        cf.launch(work, workers=1, transport="local")
+
+
 def test_an_evaluation_waits_until_the_models_modes_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads with one model: the worker that compares sets modes of modules of the other one, too."""
 

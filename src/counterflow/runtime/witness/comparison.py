@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -64,7 +65,13 @@ class Comparison:
         return Result(outputs[0] if len(outputs) == 1 else None, self.watch.loss())
 
     def described(
-        self, name: str, losses: tuple[float | None, float | None], where: str, *, layers_agree: bool
+        self,
+        name: str,
+        losses: tuple[float | None, float | None],
+        where: str,
+        *,
+        layers_agree: bool,
+        options: Sequence[str],
     ) -> str:
         """Describe a difference in a sentence.
 
@@ -73,6 +80,7 @@ class Comparison:
             losses: of the model's own forward, and of the pipeline.
             where: clause that names the first call that differs; empty: none does.
             layers_agree: whether the layers one after another agree with the model's own forward.
+            options: options in use by which a schedule runs layers in another way.
         """
         step, number = self.batch.step, self.unit.unit.micro_batch
         model_loss, pipeline_loss = losses
@@ -85,12 +93,18 @@ class Comparison:
         advice = (
             "Find the layers again after what the forward reads has changed, or pass what changes as an input"
         )
-        if layers_agree:
+        if layers_agree and options:
             where = (
-                "its layers one after another agree with it, so the schedule runs them otherwise: in slices, "
-                "recomputed or compiled"
+                "its layers one after another agree with it, so they are other functions with "
+                + " or ".join(options)
             )
-            advice = "Omit slices, recompute and compile, one after another, to see which it is"
+            advice = "Omit it" if len(options) == 1 else "Omit one after another to see which it is"
+        elif layers_agree:
+            where = (
+                "its layers one after another agree with it, so one of them does not depend on its input, "
+                "weights and buffers alone: it counts its calls, for instance"
+            )
+            advice = "Let it keep nothing between its forwards"
         elif not where:
             where = "its layers agree, and what comes after them does not"
         return (

@@ -27,6 +27,7 @@ from counterflow.common.doubling import is_doubling
 from counterflow.errors import ConfigError, CounterflowError
 from counterflow.execution import Execution
 from counterflow.schedule.ir import Schedule
+from counterflow.schedule.modes import Recompute
 from counterflow.verification.diagnosis.graded_losses import copied
 from counterflow.verification.diagnosis.tolerances import MODELS
 
@@ -86,6 +87,16 @@ class Witness:
     ) -> None:
         self._schedule, self._stages, self._workers = schedule, stages, workers
         self._loss_function, self._period = loss_function, execution.witness_every
+        self._options = [
+            name
+            for name, has in (
+                ("slices", schedule.workload.slices > 1),
+                ("recompute", execution.recompute is not Recompute.NONE),
+                ("compile", bool(execution.compile)),
+                ("capture", execution.capture),
+            )
+            if has
+        ]
         self._otherwise = schedule.workload.slices > 1 or bool(execution.compile)
         lower = execution.compress or execution.computes_in is not None
         self._least = MODELS.of(torch.bfloat16) if lower else 0.0
@@ -420,7 +431,7 @@ class Witness:
         if differs and comparison.watch is not None and comparison.result is not None:
             losses = comparison.result.loss, comparison.watch.loss()
         name = type(self._model).__name__ if self._model is not None else "model"
-        return comparison.described(name, losses, where, layers_agree=agree)
+        return comparison.described(name, losses, where, layers_agree=agree, options=self._options)
 
     def _warn_undecided(self, why: str) -> None:
         if not self._undecided:
