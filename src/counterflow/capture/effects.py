@@ -18,9 +18,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from .instances import instances_of
+from .namespaces import is_library
 from .python_state import DictEntries, PythonState, WatchedContainer
 from .tracing_internals import OF_TORCH, FakeTensor
-from .walk import LRU_CACHE, Walk, is_library
+from .walk import LRU_CACHE, Walk
 
 LruCache = Any
 """A function with a cache, as ``functools.lru_cache`` makes it."""

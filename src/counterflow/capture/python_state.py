@@ -10,11 +10,11 @@ Invariant: a state keeps all objects that it names alive, so identities stay the
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import is_
-from types import CellType
+from types import CellType, FunctionType, ModuleType
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -119,6 +119,66 @@ class Names:
                 del self.mapping[name]  # type: ignore[attr-defined]
             else:
                 self.mapping[name] = value  # type: ignore[index]
+
+
+class AbsentNames:
+    """Names that a module or a class does not have, but that code would read.
+
+    Args:
+        label: name of the owner, for messages.
+        owner: the module or the class.
+        names: names that code mentions.
+    """
+
+    __slots__ = ("_keys", "_label", "_names", "_owner")
+
+    def __init__(self, label: str, owner: ModuleType | type, names: Collection[str]) -> None:
+        self._label, self._owner, self._keys = label, owner, vars(owner).keys()
+        self._names = frozenset(names) - self._keys
+
+    @property
+    def label(self) -> str:
+        """The first name that exists, for messages."""
+        return f"{self._label}.{min(self._keys & self._names, default='')}"
+
+    def unchanged(self) -> bool:
+        """Tell whether none of the names exists."""
+        return self._keys.isdisjoint(self._names)
+
+    def restore(self) -> None:
+        """Remove the names."""
+        for name in self._keys & self._names:
+            delattr(self._owner, name)
+
+
+class FunctionParts:
+    """Code and defaults of a function, which its attributes replace.
+
+    Args:
+        label: name for messages.
+        function: the function.
+    """
+
+    __slots__ = ("function", "label", "values")
+
+    NAMES = ("__code__", "__defaults__", "__kwdefaults__")
+
+    def __init__(self, label: str, function: FunctionType) -> None:
+        self.label, self.function = label, function
+        self.values = self._current()
+
+    def _current(self) -> tuple[Any, ...]:
+        return tuple([getattr(self.function, name) for name in self.NAMES])
+
+    def unchanged(self) -> bool:
+        """Compare the parts with the saved ones, by identity."""
+        return all(map(is_, self._current(), self.values))
+
+    def restore(self) -> None:
+        """Put the saved parts back."""
+        for name, value in zip(self.NAMES, self.values, strict=True):
+            if getattr(self.function, name) is not value:
+                setattr(self.function, name, value)
 
 
 class DictEntries:

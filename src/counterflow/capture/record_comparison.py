@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from operator import contains, is_
+from operator import attrgetter, contains, is_
 from types import MappingProxyType
 from typing import Any
 
-from .python_state import ABSENT, DictEntries, Items, Names, WatchedContainer
+from .python_state import ABSENT, DictEntries, FunctionParts, Items, Names, WatchedContainer
 
 
 class ContainerComparison:
@@ -37,7 +37,11 @@ class ContainerComparison:
         self._lists = [watch.items for watch in items]
         self._list_lengths = list(map(len, self._lists))
         self._items = tuple(chain.from_iterable(watch.values for watch in items))
-        known = {id(watch) for watch in (*entries, *items)} | {
+        functions = [watch for watch in watches if isinstance(watch, FunctionParts)]
+        self._functions = [watch.function for watch in functions]
+        parts = zip(*(watch.values for watch in functions), strict=True)
+        self._parts = [(attrgetter(n), values) for n, values in zip(FunctionParts.NAMES, parts, strict=False)]
+        known = {id(watch) for watch in (*entries, *items, *functions)} | {
             id(n) for n in names if isinstance(n.mapping, (dict, MappingProxyType))
         }
         self._uncommon = [watch for watch in watches if id(watch) not in known]
@@ -52,6 +56,7 @@ class ContainerComparison:
             and all(map(is_, chain.from_iterable(map(dict.values, self._filled)), self._values))
             and all(map(is_, chain.from_iterable(self._filled), self._keys))
             and all(map(is_, chain.from_iterable(self._lists), self._items))
+            and all(all(map(is_, map(get, self._functions), values)) for get, values in self._parts)
             and all(watch.unchanged() for watch in self._uncommon)
         )
 

@@ -4,30 +4,35 @@ The functions that opened modules run are known by their classes. What a functio
 and its closure is read from its bytecode; functions among these are walked as well. A value that is a list, a
 dict or an object of a user's class is walked to its leaves.
 
+Data of a user's class, also of its bases and its metaclass, counts if walked code mentions its name; a class
+or a module within a module is entered if the code that reads the outer one mentions its name.
+
 Invariant: nothing is called but ``vars``, ``len``, iterators of built-in containers, and ``repr`` of numbers.
 Libraries that no user changes between steps (torch, NumPy, the standard library, ...) are not entered.
 """
 
 from __future__ import annotations
 
-import dis
 import functools
 import os
-import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .code_names import imported_modules, names_in
+from .namespaces import Namespace, is_config, is_library, is_operator, of_users, slots_of
 from .python_state import (
     ABSENT,
+    AbsentNames,
     ArrayContent,
     Cell,
     DictEntries,
+    FunctionParts,
     Items,
     Names,
     Order,
@@ -41,11 +46,9 @@ from .python_state import (
 
 LRU_CACHE = type(functools.lru_cache(lambda: None))
 
-_LIBRARIES = frozenset(sys.stdlib_module_names) | {
-    *("torch", "torchvision", "torchaudio", "numpy", "scipy", "sympy", "triton", "einops", "counterflow"),
-    *("transformers", "accelerate", "peft", "trl", "diffusers", "timm", "safetensors", "tokenizers"),
-}
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
+_CONTAINERS = (dict, list, tuple, deque, set, frozenset)
+_METHODS = (FunctionType, property, staticmethod, classmethod, functools.cached_property)
 _TYPES_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 _OF_GRADIENTS = {"is_grad_enabled", "is_inference_mode_enabled", "requires_grad", "grad_fn", "is_leaf"}
 _SEEDS = {"manual_seed", "manual_seed_all", "set_rng_state", "fork_rng"}
@@ -56,26 +59,6 @@ _LONGEST = 10_000
 """Largest number of entries of a container that is walked; of a larger one only the length is compared."""
 _BYTES = 4096
 """Largest array whose content is compared."""
-
-
-def is_library(name: str | None) -> bool:
-    """Tell whether a Python module, by its full name, is of a library that is not entered."""
-    return (name or "").partition(".")[0] in _LIBRARIES
-
-
-@functools.lru_cache(maxsize=4096)
-def _loads(code: CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
-    loaded: dict[str, None] = {}
-    names = set(code.co_names)
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"):
-            loaded[instruction.argval] = None
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            inner, more = _loads(constant)
-            loaded |= dict.fromkeys(inner)
-            names |= more
-    return tuple(loaded), frozenset(names)
 
 
 class Walk:
@@ -92,13 +75,22 @@ class Walk:
         """Parameters and buffers that are read, by name."""
         self._model = {id(m) for m in (*model.modules(), *objects)}
         self._tensors = {id(t) for t in (*model.parameters(), *model.buffers())}
-        self._walked: dict[int, object] = {}
+        self._walked: dict[int, tuple[int, object]] = {}
         self._names: dict[int, tuple[Mapping[str, Any], dict[str, str], object]] = {}
         self._functions: dict[int, object] = {}
+        self._mentions: set[str] = set()
+        self._namespaces: dict[int, Namespace] = {}
+        self._reads: set[tuple[int, frozenset[str]]] = set()
+        self._repetitions: dict[str, int] = {}
         self._path = ""
 
     def done(self) -> PythonState:
         """State of all that was walked."""
+        while self._look_up_mentions():
+            pass
+        self.state.watches += [
+            AbsentNames(space.label, space.owner, space.names) for space in self._namespaces.values()
+        ]
         self.state.watches += [Names(*entry) for entry in self._names.values()]
         self._names.clear()
         return self.state
@@ -119,14 +111,18 @@ class Walk:
             )
             if table is not None:
                 self._name(label, table, name)
-                tokens = self.state.tokens if table is members["_modules"] else self.weights
-                tokens[label] = Same(table[name])
+                if table is members["_modules"]:
+                    self._token(label, Same(table[name]))
+                    self._note_class(type(table[name]))
+                else:
+                    self.weights[label] = Same(table[name])
             else:
                 self._of_class(label, type(module), name)
 
     def members(self, label: str, owner: object, names: Iterable[str]) -> None:
         """Walk some attributes of an object, and the functions of its class that these are."""
         attributes = vars(owner)
+        self._note_class(type(owner), methods=True)
         for name in names:
             member = f"{label}.{name}"
             self._name(member, attributes, name)
@@ -138,6 +134,7 @@ class Walk:
     def children(self, path: str, module: nn.Module) -> None:
         """Walk which modules, and in which order, a module has."""
         table = vars(module)["_modules"]
+        self._note_class(type(module), methods=True)
         self.state.watches.append(DictEntries(f"the modules of {path!r}" if path else "the modules", table))
         for name, child in table.items():
             self._token(f"{path}.{name}" if path else name, Same(child))
@@ -185,19 +182,20 @@ class Walk:
         self._functions[id(function)] = function
         if not inside and is_library(function.__module__):
             return
-        loaded, names = _loads(function.__code__)
+        loaded, names = names_in(function.__code__)
+        self._mentions.update(names)
         if not names.isdisjoint(_SEEDS):
             self._refuse("sets the state of torch's random numbers")
         if not names.isdisjoint(_ENVIRONMENT):
             self.value("os.environ", vars(os.environ).get("_data"))
-        if not is_library(function.__module__):  # these ask before checkpoints, which change no number
-            self.state.asks_for_gradients |= not names.isdisjoint(_OF_GRADIENTS)
+        if not is_library(function.__module__):
+            self._function_of_user(label, function, names)
         of_module, home = function.__globals__, function.__module__
         for name in loaded:
             if name in of_module:
                 variable = f"the global {name!r} of {home}"
-                self._name(variable, of_module, name)
-                self._read(variable, of_module[name], names)
+                new = self._name(variable, of_module, name)
+                self._read(variable, of_module[name], names, new=new)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if name != "__class__":
                 variable = f"{name!r} around {function.__qualname__}"
@@ -209,34 +207,101 @@ class Walk:
             self.value(f"attributes of {function.__qualname__}", function.__dict__)
         self._read(label, getattr(function, "__wrapped__", None), names)
 
-    def _read(self, label: str, value: Any, names: frozenset[str]) -> None:
-        if isinstance(value, ModuleType):
+    def _function_of_user(self, label: str, function: FunctionType, names: frozenset[str]) -> None:
+        # Libraries ask for gradients before checkpoints, which change no number.
+        self.state.asks_for_gradients |= not names.isdisjoint(_OF_GRADIENTS)
+        self.state.watches += FunctionParts(label, function), DictEntries(label, function.__dict__)
+        self._token(f"the code of {label}", Same(function.__code__))
+        for module in imported_modules(function):
+            self._read(f"the module {module.__name__}", module, names)
+
+    def _read(self, label: str, value: Any, names: frozenset[str], *, new: bool = True) -> None:
+        if not isinstance(value, ModuleType | type):
+            if new:
+                self.value(label, value)
+            return
+        if new:
             self._token(label, Same(value))
+        if (id(value), names) in self._reads:
+            return
+        self._reads.add((id(value), names))
+        if isinstance(value, ModuleType):
             self.state.mentions.add(value.__name__)
             if value.__name__ == "numpy" and "random" in names:
                 self.state.mentions.add("numpy.random")
-            if not is_library(value.__name__) and id(value) not in self._walked:
-                self._of_names(label, vars(value), names)
-        elif isinstance(value, type):
-            self._token(label, Same(value))
-            for base in () if is_library(value.__module__) else value.__mro__:
-                if not is_library(base.__module__):
-                    self._of_names(label, vars(base), names, base)
+            if not is_library(value.__name__):
+                self._look_up(self._namespace(value), names, methods=True, inner_names=names)
         else:
-            self.value(label, value)
+            self._note_class(value)
+            operators = () if issubclass(value, nn.Module) else tuple(filter(is_operator, dir(value)))
+            for base in of_users(value.__mro__):
+                self._look_up(self._namespace(base), names.union(operators), methods=True, inner_names=names)
 
-    def _of_names(
-        self, label: str, mapping: Mapping[str, Any], names: frozenset[str], owner: object = None
+    # -- modules and classes, of which mentioned names are read
+
+    def _namespace(self, owner: ModuleType | type) -> Namespace:
+        if id(owner) not in self._namespaces:
+            self._namespaces[id(owner)] = Namespace(owner)
+        return self._namespaces[id(owner)]
+
+    def _note_class(self, kind: type, *, methods: bool = False) -> None:
+        for base in of_users([*kind.__mro__, *type.mro(type(kind))]):
+            space = self._namespace(base)
+            space.of_any_code, space.of_any_method = True, space.of_any_method or methods
+
+    def _note_module(self, module: ModuleType) -> None:
+        if not is_library(module.__name__):
+            space = self._namespace(module)
+            space.of_any_code = space.of_any_method = True
+
+    def _look_up_mentions(self) -> bool:
+        """Look up what all walked code mentions, and tell whether anything was left."""
+        mentions = frozenset(self._mentions)
+        spaces = [space for space in self._namespaces.values() if space.lacks(mentions)]
+        for space in spaces:
+            self._look_up(space, mentions, methods=space.of_any_method)
+        return bool(spaces)
+
+    def _look_up(
+        self,
+        space: Namespace,
+        names: frozenset[str],
+        *,
+        methods: bool,
+        inner_names: frozenset[str] | None = None,
     ) -> None:
-        for name in sorted(names & mapping.keys()):
-            if name.startswith("__"):
+        """Walk attributes of a module or a class, and ``inner_names`` of modules and classes among them."""
+        further = names - space.names
+        further_methods = names - space.methods if methods else frozenset()
+        space.names |= further
+        space.methods |= further_methods
+        mapping = vars(space.owner)
+        for name in sorted(mapping.keys() & names):
+            value, label = mapping[name], f"{space.label}.{name}"
+            counts = name in (further_methods if isinstance(value, _METHODS) else further)
+            inner = inner_names is not None and isinstance(value, ModuleType | type)
+            called = inner_names is not None and isinstance(value, FunctionType)
+            if (is_operator(name) and not called) or not (counts or inner):
                 continue
-            self._name(f"{label}.{name}", mapping, name, owner)
-            member = mapping[name]
-            if isinstance(member, ModuleType | type):
-                self._token(f"{label}.{name}", Same(member))
-            else:
-                self._member(f"{label}.{name}", member)
+            new = self._name(label, mapping, name, space.class_or_none)
+            if inner:
+                self._read(label, value, inner_names or frozenset(), new=new)
+            elif new:
+                self._member(label, value)
+
+    def _methods(self, kind: type) -> None:
+        """Walk all methods of the classes of an object, and the numbers and texts of these classes."""
+        self._note_class(kind)
+        for base in of_users(kind.__mro__):
+            space = self._namespace(base)
+            if space.entered:
+                continue
+            space.entered = True
+            for name, value in vars(base).items():
+                number = isinstance(value, _NUMBERS) and not is_operator(name)
+                label = f"{space.label}.{name}"
+                if (number or isinstance(value, _METHODS)) and self._name(label, vars(base), name, base):
+                    self._member(label, value)
 
     # -- values
 
@@ -249,16 +314,16 @@ class Walk:
             self._token(label, Same(value))
             return
         if id(value) in self._walked:
-            self._token(label, Same(value) if isinstance(value, (Tensor, nn.Module)) else Plain("known"))
+            alone = isinstance(value, (Tensor, nn.Module, FunctionType))
+            self._token(label, Same(value) if alone else Plain(("known", self._walked[id(value)][0])))
             return
         if len(self.state.tokens) > _LARGEST:
             return
-        self._walked[id(value)] = value
-        for kinds, walk in _WALKS:
-            if isinstance(value, kinds):
-                walk(self, label, value)
-                return
-        self._object(label, value)
+        self._walked[id(value)] = len(self._walked), value
+        walk = next((walk for kinds, walk in _WALKS if isinstance(value, kinds)), Walk._object)
+        walk(self, label, value)
+        if isinstance(value, _CONTAINERS) and not is_library(type(value).__module__):
+            self._attributes(label, value)
 
     def _tensor(self, label: str, tensor: Tensor) -> None:
         self._token(label, Same(tensor))
@@ -270,6 +335,7 @@ class Walk:
     def _module(self, label: str, module: nn.Module) -> None:
         self._token(label, Same(module))
         self.value(f"attributes of {label}", vars(module))
+        self._methods(type(module))
 
     def _dict(self, label: str, entries: dict[Any, Any]) -> None:
         if len(entries) > _LONGEST:
@@ -310,6 +376,12 @@ class Walk:
 
     def _identity(self, label: str, value: Any) -> None:
         self._token(label, Same(value))
+        if isinstance(value, type):
+            self._note_class(value)
+        elif isinstance(value, ModuleType):
+            self._note_module(value)
+        elif isinstance(value, Enum):
+            self._methods(type(value))
         owner = getattr(value, "__self__", None)  # random.random is a method of a generator
         if isinstance(value, BuiltinFunctionType | MethodType) and owner is not None:
             self.state.mentions.add(type(owner).__module__)
@@ -321,25 +393,24 @@ class Walk:
         if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
             self._array(label, value)
             return
-        if is_library(kind.__module__) and not _is_config(kind):
+        if is_library(kind.__module__) and not is_config(kind):
             self._identity(label, value)
             return
         self._token(label, Same(kind))
+        self._attributes(label, value)
+
+    def _attributes(self, label: str, value: Any) -> None:
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict) and len(attributes) <= _LONGEST:
             self.state.watches.append(DictEntries(label, attributes))
             for name, attribute in attributes.items():
                 self.value(f"{label}.{name}", attribute)
-        for base in kind.__mro__ if not is_library(kind.__module__) else ():
-            if is_library(base.__module__):
-                continue
-            if names := _slots(base):
+        for base in of_users(type(value).__mro__):
+            if names := slots_of(base):
                 self.state.watches.append(Slots(label, value, names))
             for name in names:
                 self.value(f"{label}.{name}", getattr(value, name, None))
-            for member in vars(base).values():
-                if isinstance(member, FunctionType | property):
-                    self._member(f"{label}.{getattr(member, '__name__', 'property')}", member)
+        self._methods(type(value))
 
     def _array(self, label: str, array: Any) -> None:
         self._token(label, Same(array))
@@ -351,33 +422,20 @@ class Walk:
     # -- notes
 
     def _token(self, label: str, token: object) -> None:
+        if label in self.state.tokens:  # two closures of one function have the same names
+            number = self._repetitions[label] = self._repetitions.get(label, 1) + 1
+            label = f"{label} ({number})"
         self.state.tokens[label] = token
 
     def _refuse(self, why: str) -> None:
         self.state.refused.append((self._path, why))
 
-    def _name(self, label: str, mapping: Mapping[str, Any], name: str, owner: object = None) -> None:
+    def _name(self, label: str, mapping: Mapping[str, Any], name: str, owner: object = None) -> bool:
+        """Note a name of a mapping, and tell whether it is new."""
         key = id(mapping) if owner is None else id(owner)
         if key not in self._names:
             self._names[key] = mapping, {}, owner
-        self._names[key][1].setdefault(name, label)
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    slots = vars(kind).get("__slots__", ())
-    names = (slots,) if isinstance(slots, str) else tuple(slots)
-    return tuple(name for name in names if not name.startswith("__"))
-
-
-def _is_config(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in (
-        "types",
-        "argparse",
-        "transformers",
-        "peft",
-        "diffusers",
-        "collections",
-    )
+        return self._names[key][1].setdefault(name, label) is label
 
 
 _WALKS: tuple[tuple[Any, Callable[[Walk, str, Any], None]], ...] = (
