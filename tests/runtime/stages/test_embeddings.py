@@ -92,6 +92,34 @@ def test_what_would_not_be_right_is_refused_at_once(
         run(work)
 
 
+class Counting(nn.Module):
+    """Calls torch's function on a weight of its own."""
+
+    def __init__(self, *, bag: bool) -> None:
+        super().__init__()
+        self.weight, self.bag = nn.Parameter(torch.randn(TOKENS, WIDTH, dtype=F)), bag
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bag:
+            x = x[:, None]
+            return nn.functional.embedding_bag(x, self.weight, mode="sum", scale_grad_by_freq=True)
+        return nn.functional.embedding(x, self.weight, scale_grad_by_freq=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": "stage"}, {"example": batch(0)[0]}], ids=str)
+@pytest.mark.parametrize("bag", [False, True])
+def test_functions_that_count_indices_are_refused_in_the_first_step(
+    bag: bool, options: dict[str, Any]
+) -> None:
+    def work() -> None:
+        model = nn.Sequential(Counting(bag=bag), *layers()[1:])
+        pipeline = Pipeline(model, nn.functional.mse_loss, FLUSHING[0], optimizer=momentum, **options)
+        pipeline.step(*batch(0))
+
+    with pytest.raises(ConfigError, match=r"^stage 0 calls an embedding with scale_grad_by_freq=True"):
+        run(work)
+
+
 def test_replicas_are_copies_too() -> None:
     def work() -> None:
         Pipeline(layers(max_norm=1.0), nn.functional.mse_loss, FLUSHING[0], optimizer=momentum)

@@ -73,6 +73,11 @@ def product_rows(node: Any) -> Tensor | None:
     return cast("Tensor", getattr(node, "_saved_mat1"))  # noqa: B009
 
 
+def counts_indices(node: Node) -> bool:
+    """Tell whether a node of an embedding divides gradients by how often the batch has an index."""
+    return bool(getattr(node, "_saved_scale_grad_by_freq", False))
+
+
 @cache
 def saved_names(kind: type[Node]) -> list[str]:
     """Attributes of a kind of node that contain saved tensors."""

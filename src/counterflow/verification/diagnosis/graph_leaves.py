@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from counterflow.common.tensors.graphs import COMPILED_NODE, graph_of, variable
+from counterflow.common.tensors.graphs import COMPILED_NODE, counts_indices, graph_of, variable
 from counterflow.common.trees import versions
 from counterflow.errors import ConfigError
 
@@ -46,14 +46,14 @@ class StageGraph:
 
 
 def diagnose_graph(graph: StageGraph, rerun: Callable[[], Sequence[Tensor]]) -> None:
-    """Refuse a stage that computes with weights that are no module's parameters.
+    """Refuse a stage that computes with weights that are no module's parameters, or counts indices.
 
     Args:
         graph: the stage's first graph.
         rerun: runs the stage once more, and returns the outputs of that run.
 
     Raises:
-        ConfigError: the stage computes with such a weight.
+        ConfigError: the stage computes with such a weight, or an embedding counts how often it has an index.
     """
     known = {id(tensor) for tensor in (*graph.weights, *graph.inputs, *graph.leaves)}
     nodes = graph_of(graph.outputs, graph.inputs, graph.ends)
@@ -61,6 +61,11 @@ def diagnose_graph(graph: StageGraph, rerun: Callable[[], Sequence[Tensor]]) -> 
     if unknown:
         _refuse_existing(graph, unknown, rerun)
     for node in nodes:
+        if counts_indices(node):
+            raise ConfigError(
+                f"stage {graph.stage} calls an embedding with scale_grad_by_freq=True, which counts how "
+                "often an index is in the whole mini-batch, and a stage sees one micro-batch; leave it out"
+            )
         custom = issubclass(type(node), BackwardCFunction) and node.name() != COMPILED_NODE
         if custom and (graph.casts or graph.recomputes):
             weights = [_weight_at(before, cast=graph.casts) for before, _ in node.next_functions]
