@@ -89,6 +89,30 @@ class CountsInClass(Layer):
         return super().forward(x) / CountsInClass.calls
 
 
+class Settings:
+    scale = 1.0
+
+
+class OwnSettings(Settings):
+    pass
+
+
+class WritesBase(Layer):
+    def forward(self, x: Tensor) -> Any:
+        Settings.scale += 0.1
+        return super().forward(x)
+
+
+class ReadsInherited(Layer):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) * self.state.scale
+
+
+class ReadsBySubclass(Layer):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) * OwnSettings.scale
+
+
 class CountsGlobally(Layer):
     def forward(self, x: Tensor) -> Any:
         global CALLS  # noqa: PLW0603
@@ -292,6 +316,8 @@ REFUSED: dict[str, Callable[[], nn.Sequential]] = {
     "a namespace": pair(WritesAttribute, ReadsAttribute, namespace),
     "a counter": pair(Counts, Counts, namespace),
     "a class attribute": pair(CountsInClass, CountsInClass, dict),
+    "an attribute of a base, by an object": pair(WritesBase, ReadsInherited, OwnSettings),
+    "an attribute of a base, by a subclass": pair(WritesBase, ReadsBySubclass, dict),
     "a global": pair(CountsGlobally, CountsGlobally, dict),
     "a global dict": pair(WritesGlobal, ReadsGlobal, dict),
     "a context variable": pair(WritesContext, ReadsContext, dict),

@@ -181,9 +181,11 @@ class _ObjectWalk:
             yield from _of_variable(scope, name, code)
 
     def _of_class(self, kind: type) -> Iterator[tuple[Step, object]]:
-        for base in kind.__mro__:
+        for number, base in enumerate(kind.__mro__):
             if is_library(base):
                 continue
+            if number:
+                yield (Kind.INSIDE, f"base {number}"), base
             for name, value in vars(base).items():
                 inner = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
                 inner = inner.fget if isinstance(inner, property) else inner
