@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from counterflow.api.aux_loss import added_losses
+from counterflow.common.tensors.torch_private import without_functions
 from counterflow.common.trees import version_of
 
 from .call_arguments import (
@@ -334,9 +335,9 @@ class Recorder(TorchFunctionMode):
                     continue  # a module that returns one of its parameters
                 ref = Ref(number, len(gives))
                 gives.append((index, ref))
-                self._know(leaf, ref)
-                if leaf.grad_fn is not None:
+                with without_functions():  # before anything asks whether a step made the tensor
                     self._graphs[id(leaf)] = type(leaf.grad_fn)
+                self._know(leaf, ref)
         within, inside = self._around.change_to(Context.current()), self._stack[-1]
         calls = () if module is None else tuple(self._attentions)
         self._record.steps.append(
@@ -381,7 +382,8 @@ class Recorder(TorchFunctionMode):
             graph = type(tensor.grad_fn)
             custom = issubclass(graph, torch.autograd.function.BackwardCFunction)
             if custom and self._graphs.get(id(tensor)) is not graph:
-                raise self._unfollowed("calls a torch.autograd.Function")
+                inside = self._record.steps[known.step].inside if known.step >= 0 else self._stack[-1]
+                raise Unfollowed(inside, "calls a torch.autograd.Function", self._line())
         return known
 
     def _unfollowed(self, why: str) -> Unfollowed:
