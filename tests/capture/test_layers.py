@@ -385,3 +385,23 @@ def test_stages_train_as_one_process(kind: str, schedule: Any, options: dict[str
     assert evaluated == pytest.approx(after, rel=1e-12)
     for name, tensor in alone.state_dict().items():
         torch.testing.assert_close(state[name], tensor, rtol=0, atol=1e-12, msg=name)
+
+
+class Padded(nn.Module):
+    """Packs its sequences, which needs the values of their lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.memory, self.head = nn.Embedding(11, 6), nn.LSTM(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(self.words(x), lengths, True, enforce_sorted=False)
+        padded = nn.utils.rnn.pad_packed_sequence(self.memory(packed)[0], True, total_length=x.shape[1])
+        return self.head(padded[0])  # type: ignore[no-any-return]
+
+
+def test_the_refusal_of_a_packed_sequence_is_shown() -> None:
+    with pytest.raises(
+        cf.ConfigError, match=r"the forward of 'memory' fails on tensors without values"
+    ):
+        cf.layers(Padded(), (ids(0, 4, 5), torch.full((4,), 3)))

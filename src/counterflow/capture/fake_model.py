@@ -80,7 +80,8 @@ class FakeModel:
         self.origins.clear()
         self.tensors.clear()
         self.paths.clear()
-        del self.module, self._called, self._read
+        del self.module
+        self._called, self._read = _call, _ignore  # for modules of the copy that a traceback has
 
     def dtype_of(self, tensor: Tensor) -> torch.dtype:
         """Dtype in which a tensor of the user's appears in the copy's run."""
@@ -141,6 +142,14 @@ class FakeModel:
             return of_kind(this, name)
 
         return _subclass(kind, {"__call__": called, "__getattribute__": read})
+
+
+def _call(module: nn.Module, kind: type, args: Any, kwargs: Any) -> Any:
+    return kind.__call__(module, *args, **kwargs)
+
+
+def _ignore(module: nn.Module, name: str) -> None:
+    del module, name
 
 
 def observed_objects(model: nn.Module) -> Mapping[str, Any]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
 
 import torch
 
@@ -59,8 +61,18 @@ def line_of(frames: Sequence[traceback.FrameSummary]) -> str:
     return ""
 
 
+def _clear_callers(frames: TracebackType | None) -> None:
+    """Free the variables of the calls that have ended, and that only a frame of the traceback refers to."""
+    caller = None if frames is None else frames.tb_frame.f_back
+    with suppress(RuntimeError):  # a call that has not ended, so its callers have not either
+        while caller is not None:
+            caller.clear()
+            caller = caller.f_back
+
+
 def clear_frames(error: BaseException | None) -> None:
     """Free the variables of all frames that an error and its causes passed, which contain tensors."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
+        _clear_callers(error.__traceback__)
         error = error.__cause__ or error.__context__
