@@ -402,6 +402,27 @@ class Padded(nn.Module):
 
 def test_the_refusal_of_a_packed_sequence_is_shown() -> None:
     with pytest.raises(
-        cf.ConfigError, match=r"the forward of 'memory' fails on tensors without values"
+        cf.ConfigError, match=r"the forward of 'memory' fails on tensors without values .*tensors that have"
     ):
         cf.layers(Padded(), (ids(0, 4, 5), torch.full((4,), 3)))
+
+
+class Starts(nn.Module):
+    """Sets its weights by the values of its first input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(6, 6), nn.Parameter(torch.ones(6))
+        self.register_buffer("ready", torch.tensor(data=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            with torch.no_grad():
+                self.scale.copy_(x.std(0))
+        return self.linear(x) * self.scale  # type: ignore[no-any-return]
+
+
+def test_the_refusal_of_a_block_does_not_say_to_make_it_one() -> None:
+    model = nn.Sequential(Starts(), Starts())
+    with pytest.raises(cf.ConfigError, match=r"the forward of '0' decides by .*not traced are called with"):
+        cf.layers(model, sample(0, 4, 6))

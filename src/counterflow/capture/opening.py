@@ -110,14 +110,24 @@ def record_again(
     return opening.record(opened, training=False if evaluates else None)
 
 
+_NO_VALUES = (
+    "layers are found in a run on tensors that have shapes and no values, which modules that are not traced "
+    "are called with as well: compute it without values (torch.where; a size or a flag that is no tensor)"
+)
+_TRACED = (
+    "the forwards of the model and of its large blocks are traced: move this code out of the model's own "
+    "forward into a module of its own, which is called and not traced"
+)
+"""What to change in a forward, by what it needs."""
+
+
 def _refusal(model: nn.Module, error: Unfollowed) -> str:
     whose = f"the forward of {error.path!r}" if error.path else "its forward"
     where = f" ({error.line})" if error.line else ""
     return (
         f"the layers of the {type(model).__name__} cannot be found automatically: {whose} "
-        f"{error.why}{where}; "
-        "move this code into a module of its own, which is called and not traced, or give "
-        "list_layers a function of your own that lists the layers"
+        f"{error.why}{where}; {_NO_VALUES if error.needs_values else _TRACED}, or give list_layers a "
+        "function of your own that lists the layers"
     )
 
 

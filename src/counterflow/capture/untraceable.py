@@ -20,11 +20,15 @@ class Unfollowed(Exception):  # noqa: N818 - nothing is wrong with the model
         why: what it does, in words that continue "the forward ...".
         line: line of the user's code; empty: unknown.
         opens: path of a module whose own forward has to be traced for this one; empty: there is none.
+        needs_values: whether it fails because tensors have no values, also in a module that is not traced.
     """
 
-    def __init__(self, path: str, why: str, line: str = "", *, opens: str = "") -> None:
+    def __init__(
+        self, path: str, why: str, line: str = "", *, opens: str = "", needs_values: bool = False
+    ) -> None:
         super().__init__(f"{path or 'the model'}: {why} ({line})")
         self.path, self.why, self.line, self.opens = path, why, line, opens
+        self.needs_values = needs_values
 
 
 def _first_line(error: Exception) -> str:
@@ -38,8 +42,9 @@ def failed(path: str, error: Exception) -> Unfollowed:
     """Reason that an error in an opened module, or in one that it calls, gives."""
     line = line_of(traceback.extract_tb(error.__traceback__))
     if type(error).__name__ in _DECIDES:
-        return Unfollowed(path, "decides by a tensor's values", line)
-    return Unfollowed(path, f"fails on tensors without values ({_first_line(error)})", line)
+        return Unfollowed(path, "decides by a tensor's values", line, needs_values=True)
+    why = f"fails on tensors without values ({_first_line(error)})"
+    return Unfollowed(path, why, line, needs_values=True)
 
 
 _TORCH = str(Path(torch.__file__).parent)
