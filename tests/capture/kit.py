@@ -136,3 +136,51 @@ def staged(make: Callable[[], nn.Module]) -> list[float]:
             return [pipeline.step(sample(step), sample(step + 10)).loss for step in range(3)]
 
     return cf.launch(work, workers=2, transport="local")[0]
+
+
+Numbers = tuple[list[float], dict[str, Tensor]]
+"""Losses, and the state at the end."""
+
+
+def _batch(step: int) -> tuple[Tensor, Tensor]:
+    draws = torch.Generator().manual_seed(step)
+    inputs, targets = (torch.randn((8, 8), generator=draws, dtype=torch.float64) for _ in range(2))
+    return inputs, targets
+
+
+def trained(make: Callable[[], nn.Module], micro_batches: int = 1, steps: int = 3) -> Numbers:
+    """Training in one process, in plain torch and float64."""
+    torch.manual_seed(0)
+    model = make().double()
+    optimizer, losses = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), []
+    for step in range(steps):
+        optimizer.zero_grad()
+        total = 0.0
+        for inputs, targets in zip(*(t.chunk(micro_batches) for t in _batch(step)), strict=True):
+            loss = functional.mse_loss(model(inputs), targets) / micro_batches
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        losses.append(total)
+    return losses, dict(model.state_dict())
+
+
+def _train(make: Callable[[], nn.Module], scheme: str, steps: int, options: dict[str, Any]) -> Numbers:
+    torch.manual_seed(0)
+    with cf.Pipeline(
+        make().double(),
+        nn.MSELoss(),
+        scheme,
+        optimizer=lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+        example=_batch(0)[0],
+        **options,
+    ) as pipeline:
+        losses = [pipeline.step(*_batch(step)).loss for step in range(steps)]
+        return losses, dict(pipeline.model_state_dict())
+
+
+def trained_in_stages(
+    make: Callable[[], nn.Module], scheme: str, transport: str = "local", steps: int = 3, **options: Any
+) -> Numbers:
+    """The same training in the stages of two workers."""
+    return cf.launch(_train, make, scheme, steps, options, workers=2, transport=transport)[0]

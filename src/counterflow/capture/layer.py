@@ -6,7 +6,7 @@ between forwards.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, Protocol
 
@@ -69,7 +69,8 @@ class CapturedLayer(nn.Module):
         number: number of the layer.
         title: first and last module, for messages.
         parts: steps in training and in evaluation.
-        held: parameters, buffers and constants of the steps, by their names in the model.
+        tensors: parameters, buffers and constants of the steps, by their names in the model.
+        transient: names of the buffers that the model's state does not contain.
         cost: number of operations for the example.
 
     Raises:
@@ -84,6 +85,7 @@ class CapturedLayer(nn.Module):
         parts: tuple[LayerSteps, LayerSteps],
         *,
         tensors: Mapping[str, Tensor],
+        transient: Collection[str],
         cost: float,
     ) -> None:
         super().__init__()
@@ -101,7 +103,7 @@ class CapturedLayer(nn.Module):
         for path in dict.fromkeys(s.module for part in parts for s in part.steps if s.module is not None):
             self._add(path, model.get_submodule(path))
         for name, tensor in tensors.items():
-            self._hold(name, tensor)
+            self._hold(name, tensor, persistent=name not in transient)
         self.class_name = self._class_name(model)
         """Class of the block whose forward calls all the steps; of the first module with weights if there is
         no such block.
@@ -111,12 +113,12 @@ class CapturedLayer(nn.Module):
         local = self._local[path] = self._unused(path)
         self.add_module(local, module)
 
-    def _hold(self, name: str, tensor: Tensor) -> None:
+    def _hold(self, name: str, tensor: Tensor, *, persistent: bool = True) -> None:
         local = self._local[name] = self._unused(name)
         if isinstance(tensor, nn.Parameter):
             self.register_parameter(local, tensor)
         else:
-            self.register_buffer(local, tensor, persistent=not name.startswith("constant "))
+            self.register_buffer(local, tensor, persistent=persistent and not name.startswith("constant "))
 
     def _unused(self, name: str) -> str:
         name = name.replace(".", "_").replace(" ", "_")
@@ -243,9 +245,9 @@ class CapturedLayer(nn.Module):
             elif name in variant.constants:
                 self._hold(name, variant.constants[name].to(device))
 
-    def hold_unused(self, name: str, tensor: Tensor) -> None:
+    def hold_unused(self, name: str, tensor: Tensor, *, persistent: bool) -> None:
         """Hold a parameter or a buffer that no step takes."""
-        self._hold(name, tensor)
+        self._hold(name, tensor, persistent=persistent)
 
     def extra_repr(self) -> str:
         """Place of the layer in the model."""

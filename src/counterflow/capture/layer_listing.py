@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
+from counterflow.common.tensors.torch_private import buffers_of
 from counterflow.errors import ConfigError
 
 from .cutting import CutPoint, cuts_of
@@ -16,6 +17,7 @@ from .layer_contents import LayerSteps, held_names
 from .layer_steps import parts_of
 from .opening import records_of
 from .recording import Recording, capturing
+from .tracing_internals import transient_buffers_of
 
 
 def layers(
@@ -69,13 +71,18 @@ def layers(
     evaluation = parts_of(records.evaluation, records.example, [edge.evaluation for edge in edges], model)
     recording = Recording(model, records, (training, evaluation), environment)
     tensors = dict((*model.named_parameters(), *model.named_buffers()))
+    transient = _transient_buffers(model)
     tensors |= records.evaluation.constants | records.training.constants
     captured = []
     for number, parts in enumerate(zip(training, evaluation, strict=True)):
         members = {name: tensors[name] for part in parts for name in held_names(part)}
         cost = edges[number + 1].cost - edges[number].cost
-        captured.append(CapturedLayer(recording, number, _title(parts[0]), parts, tensors=members, cost=cost))
-    _hold_unused(model, captured)
+        captured.append(
+            CapturedLayer(
+                recording, number, _title(parts[0]), parts, tensors=members, transient=transient, cost=cost
+            )
+        )
+    _hold_unused(model, captured, transient)
     return captured
 
 
@@ -86,8 +93,22 @@ def _title(part: LayerSteps) -> str:
     return called[0] if called[0] == called[-1] else f"{called[0]} to {called[-1]}"
 
 
-def _hold_unused(model: nn.Module, captured: Sequence[CapturedLayer]) -> None:
+def _transient_buffers(model: nn.Module) -> set[str]:
+    """Names of the buffers that are not in the model's state under any of their names."""
+    names: dict[int, str] = {}
+    persistent: set[int] = set()
+    for path, module in model.named_modules():
+        buffers, transient = buffers_of(module), transient_buffers_of(module)
+        for name, buffer in buffers.items():
+            if buffer is not None:
+                names.setdefault(id(buffer), f"{path}.{name}" if path else name)
+                persistent |= set() if name in transient else {id(buffer)}
+    return {name for number, name in names.items() if number not in persistent}
+
+
+def _hold_unused(model: nn.Module, captured: Sequence[CapturedLayer], transient: Collection[str]) -> None:
     listed = {id(t) for layer in captured for t in (*layer.parameters(), *layer.buffers())}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) not in listed:
-            captured[-1].hold_unused(name, tensor)  # it belongs to the model and its state
+            # it belongs to the model and its state
+            captured[-1].hold_unused(name, tensor, persistent=name not in transient)

@@ -94,6 +94,11 @@ def parameter_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]
     return module._parameters, module._buffers
 
 
+def transient_buffers_of(module: nn.Module) -> set[str]:
+    """Names of a module's own buffers that its state does not contain. Without it: ``state_dict``."""
+    return module._non_persistent_buffers_set
+
+
 def drop_hooks(module: nn.Module) -> None:
     """Remove a module's hooks. Without it: a user's hooks see tensors without values."""
     for name in _HOOKS:
