@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import random
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -58,6 +58,7 @@ class Effects:
         reachable: globals and closures, as before the run.
         caches: functions with a cache.
         lasts: tells whether a tensor is the same in every forward.
+        reads: attributes of modules that the code of opened ones reads, as ``Record.reads``.
     """
 
     def __init__(
@@ -67,11 +68,15 @@ class Effects:
         reachable: PythonState,
         caches: Collection[LruCache],
         lasts: Callable[[Tensor], bool],
+        *,
+        reads: Mapping[tuple[str, str], str],
     ) -> None:
         self._model, self._opened, self._reachable, self._lasts = model, opened, reachable, lasts
         self._caches = caches
         self._misses = {id(cache): cache.cache_info().misses for cache in caches}
         self._module_attributes = self._attributes()
+        self._reads = {pair: reader for pair, reader in reads.items() if pair[0] not in opened}
+        self._attributes_read = self._called_attributes()
         self._begin = self._draws = _generator_states(reachable.mentions)
         self.live: list[str] = []
         """Names of the values that called modules change."""
@@ -84,6 +89,29 @@ class Effects:
                     if name not in OF_TORCH:
                         walk.value(f"{path}.{name}" if path else name, value)
         return walk.done()
+
+    def _called_attributes(self) -> dict[tuple[str, str], PythonState]:
+        if not self._reads:
+            return {}
+        walk, modules, states = Walk(self._model), dict(self._model.named_modules()), {}
+        for path, name in sorted(self._reads):
+            if path in modules:
+                walk.state = states[path, name] = PythonState()
+                walk.attributes(path, modules[path], [name])
+        return states
+
+    def written(self) -> dict[str, str]:
+        """Attributes that the code of opened modules reads of called ones, and that have changed since the
+        begin of the run; by name, the reader.
+        """
+        states = self._called_attributes()
+        return {
+            name: reader
+            for pair, reader in self._reads.items()
+            for name in self._attributes_read.get(pair, PythonState()).differences(
+                states.get(pair, PythonState())
+            )
+        }
 
     def refusal(self) -> str | None:
         """Effect of the code of opened modules since the last call of a module; None: there is none."""
@@ -115,7 +143,12 @@ class Effects:
         self._clear()
         if _generator_states(self._reachable.mentions) != self._begin:
             _restore_generators(self._begin)
-        del self._model, self._module_attributes, self._lasts  # which free the copy at once
+        del (
+            self._model,
+            self._module_attributes,
+            self._attributes_read,
+            self._lasts,
+        )  # which free the copy at once
 
     def _filled(self) -> list[LruCache]:
         return [c for c in self._caches if c.cache_info().misses != self._misses[id(c)]]

@@ -263,7 +263,14 @@ class _Opening:
         self._opened -= inside
         self._closed |= inside
 
-    def _run(self, sizes: Mapping[int, int], *, training: bool | None, marked: bool = True) -> Record:
+    def _run(
+        self,
+        sizes: Mapping[int, int],
+        *,
+        training: bool | None,
+        marked: bool = True,
+        reads: Mapping[tuple[str, str], str] | None = None,
+    ) -> Record:
         recorder = Recorder(
             self._model,
             self._example,
@@ -276,20 +283,27 @@ class _Opening:
             autocast=self._autocast,
             reachable=self._reachable,
             caches=self._caches,
+            reads=reads or {},
         ).run()
         self._costs = recorder.costs
         return recorder
 
     def _freed(self, record: Record, *, training: bool | None) -> Record:
         alternatives = other_sizes(self._example)
-        try:
-            records = [self._run(sizes, training=training) for sizes in alternatives]
+        try:  # what the time or another process decides differs in a run with the same sizes
+            records = [
+                self._run(sizes, training=training, reads=record.reads) for sizes in alternatives or [{}]
+            ]
         except Unfollowed as error:
+            if not alternatives:
+                raise
             raise Varies(str(error)) from error
-        if alternatives:
-            record = merged([record, *records], [sizes_of(self._example), *alternatives])
-        else:  # what the time or another process decides differs here
-            record = merged([record, self._run({}, training=training)], [{}, {}])
+        for name, reader in records[0].written.items():
+            raise Unfollowed(
+                self._opened_around(reader), f"reads {name}, which a module that it calls changes"
+            )
+        sizes = [sizes_of(self._example), *alternatives] if alternatives else [{}, {}]
+        record = merged([record, *records], sizes)
         if self._mark is None:
             return record
         try:

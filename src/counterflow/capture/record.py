@@ -86,9 +86,11 @@ class Record:
         called: paths of the modules that ran.
         constants: tensors that are neither parameter nor buffer.
         mark: dtype of the weights.
-        reads: attributes of modules that the forwards of opened modules read, each with the module's path.
+        reads: attributes of modules that the forwards of opened modules read, by the module's path and the
+            name: path of the first reader.
         observed: attributes of further objects that they read, each with the object's name.
         live: names of the values that called modules change.
+        written: attributes of called modules that these change and opened modules read, and the first reader.
     """
 
     steps: list[RecordedCall] = field(default_factory=list)
@@ -102,9 +104,10 @@ class Record:
     called: set[str] = field(default_factory=set)
     constants: dict[str, Tensor] = field(default_factory=dict)
     mark: torch.dtype | None = None
-    reads: set[tuple[str, str]] = field(default_factory=set)
+    reads: dict[tuple[str, str], str] = field(default_factory=dict)
     observed: set[tuple[str, str]] = field(default_factory=set)
     live: list[str] = field(default_factory=list)
+    written: dict[str, str] = field(default_factory=dict)
 
 
 def main_dtype(model: nn.Module) -> torch.dtype:

@@ -54,7 +54,7 @@ from .tracing_internals import (
     memory_of,
     state_of,
 )
-from .untraceable import Unfollowed, called_by_torch, failed, line_of
+from .untraceable import Unfollowed, called_by_user, failed, line_of
 
 
 class Recorder(TorchFunctionMode):
@@ -73,6 +73,7 @@ class Recorder(TorchFunctionMode):
         autocast: dtype of autocast around the forward; None: it is off.
         reachable: globals and closures that the model's forwards can reach.
         caches: functions with a cache.
+        reads: ``Record.reads`` of an earlier run, which are compared around this one.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Recorder(TorchFunctionMode):
         autocast: torch.dtype | None,
         reachable: PythonState,
         caches: Collection[LruCache],
+        reads: Mapping[tuple[str, str], str],
     ) -> None:
         super().__init__()
         self._opened, self._example, self._sizes = opened, example, sizes
@@ -116,7 +118,7 @@ class Recorder(TorchFunctionMode):
         self._running = False
         self._settings = process_settings()
         self._observed = observed_objects(self._model.module)
-        self._effects = Effects(self._model.module, opened, reachable, caches, self._lasts)
+        self._effects = Effects(self._model.module, opened, reachable, caches, self._lasts, reads=reads)
 
     # -- the run
 
@@ -152,7 +154,7 @@ class Recorder(TorchFunctionMode):
                 self._refuse_observed()
             record.output = self._template(result)
             self._refuse_effects()
-            record.live = self._effects.live
+            record.live, record.written = self._effects.live, self._effects.written()
         except Unfollowed:
             raise
         except Exception as error:  # a model may raise anything
@@ -425,10 +427,11 @@ class Recorder(TorchFunctionMode):
         if not self._running or self._atoms or path is None:
             return
         if name not in OF_TORCH:
-            self._record.reads.add((path, name))
-        elif name == "__dict__" and not called_by_torch(2):  # vars(module)
+            self._record.reads.setdefault((path, name), self._stack[-1])
+        elif name == "__dict__" and called_by_user(2):  # vars(module)
             names = object.__getattribute__(module, name)
-            self._record.reads |= {(path, attribute) for attribute in names if attribute not in OF_TORCH}
+            for attribute in set(names) - OF_TORCH:
+                self._record.reads.setdefault((path, attribute), self._stack[-1])
 
     @contextmanager
     def _costing(self, path: str) -> Iterator[None]:

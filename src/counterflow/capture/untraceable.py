@@ -47,15 +47,13 @@ def failed(path: str, error: Exception) -> Unfollowed:
     return Unfollowed(path, why, line, needs_values=True)
 
 
-_TORCH = str(Path(torch.__file__).parent)
-
-
-def called_by_torch(depth: int) -> bool:
-    """Tell whether the code some frames above is torch's."""
-    return sys._getframe(depth + 1).f_code.co_filename.startswith(_TORCH)  # noqa: SLF001 - a public function
-
-
 _NOT_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+
+
+def called_by_user(depth: int) -> bool:
+    """Tell whether the code some frames above is neither torch's nor a recording's."""
+    file = sys._getframe(depth + 1).f_code.co_filename  # noqa: SLF001 - a public function
+    return not file.startswith(_NOT_USERS)
 
 
 def line_of(frames: Sequence[traceback.FrameSummary]) -> str:
