@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from typing import cast
 
 from torch import nn
 
@@ -91,18 +92,24 @@ class Recordings:
             for recording in self._recordings:
                 names = recording.stale(slot, environment, ignores_weights=self._sharded)
                 if names or recording.current[slot] is not self._adopted[id(recording)][slot]:
-                    self._agree(step, 0 if self._shared else recording.digest(slot, environment, names))
+                    digest = 0 if self._shared else recording.digest(slot, environment, names)
+                    self._agree(step, digest, names)
                     flush()
                     with refusing():
                         self._adopt(recording, slot, environment, names)
 
-    def _agree(self, step: int, digest: int) -> None:
+    def _agree(self, step: int, digest: int, names: Sequence[str]) -> None:
         rows = agreed_call(CallReport(CallKind.RECORD, step, kind=digest), self._transport)
         differing = next((rank for rank, row in enumerate(rows) if row.kind != digest), None)
-        if differing is not None:
+        if differing is not None:  # on all workers
+            by_rank = cast("list[Sequence[str]]", self._transport.gather_objects(list(names[:3])))
+            first, second = (
+                f"rank {rank} ({', '.join(by_rank[rank])})" for rank in (self._transport.rank, differing)
+            )
             raise ConfigError(
-                f"the model has changed to other values on rank {self._transport.rank} than on rank "
-                f"{differing}; set attributes of a model to the same values on all workers"
+                f"the model has changed to other values on {first} than on {second}: between two steps, or "
+                "in a forward that runs on one of them; set what the traced forwards read to the same values "
+                "on all workers, and in no forward"
             )
 
     def _adopt(
