@@ -98,6 +98,24 @@ class Example:
     spec: pytree.TreeSpec
     free: tuple[tuple[tuple[int, int], ...], ...]
 
+    @property
+    def length_groups(self) -> frozenset[int]:
+        """Groups of free dimensions that are no samples."""
+        samples = {dims[0][1] for dims in self.free if dims}
+        return frozenset(group for dims in self.free for _, group in dims) - samples
+
+    def lengths_of(self, inputs: Any, kwargs: Mapping[str, Any]) -> dict[int, int]:
+        """Lengths of a mini-batch by group; none, if it is no call like that of the example."""
+        leaves, spec = pytree.tree_flatten(self.call.bound(inputs, kwargs))
+        if spec != self.spec:
+            return {}
+        return {
+            group: leaf.shape[dim]
+            for leaf, free in zip(leaves, self.free, strict=True)
+            for dim, group in free
+            if group in self.length_groups and isinstance(leaf, Tensor) and leaf.dim() > dim
+        }
+
 
 def example_of(
     model: nn.Module, inputs: Any, kwargs: Mapping[str, Any], dim: int | None, *, lengths: bool

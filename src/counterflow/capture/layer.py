@@ -47,15 +47,18 @@ class LayerRecords(Protocol):
 
     Attributes:
         parts: the steps of each layer.
-        constants: tensors that are neither parameter nor buffer, by name.
         replaced: modules without weights and buffers that the user has replaced, by name.
         called: modules that the steps call, by path.
     """
 
     parts: tuple[LayerSteps, ...]
-    constants: Mapping[str, Tensor]
     replaced: Mapping[str, Any]
     called: Mapping[str, nn.Module]
+
+    @property
+    def constants(self) -> Mapping[str, Tensor]:
+        """Tensors that are neither parameter nor buffer, by name."""
+        ...
 
 
 class CapturedLayer(nn.Module):
@@ -278,13 +281,14 @@ class CapturedLayer(nn.Module):
         return part.sequence.states
 
     @property
-    def _on_slices(self) -> bool:
+    def on_slices(self) -> bool:
+        """Check whether the layer runs slices of a sequence, or token after token."""
         carries: Any = self.carries
         return carries is not None and carries[0].expects_slices
 
     def forward(self, value: Any = None, **kwargs: Any) -> Any:
         """Output of the steps for the output of the previous layer."""
-        if self._on_slices:
+        if self.on_slices:
             carries: Any = self.carries
             return carries[0]._uncompiled(self._run, value, kwargs, carries)  # noqa: SLF001
         return self._run(value, kwargs, None)

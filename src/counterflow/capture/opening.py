@@ -90,6 +90,7 @@ def record_again(
     evaluates: bool,
     grad_in_evaluation: bool,
     autocast: torch.dtype | None,
+    sizes: Mapping[int, int] | None = None,
 ) -> Record:
     """A record of a model that was recorded before, as it is now.
 
@@ -101,13 +102,14 @@ def record_again(
         evaluates: whether all modules are in evaluation mode; else each is in its own.
         grad_in_evaluation: whether evaluation is recorded with gradients.
         autocast: as in ``Recorder``.
+        sizes: as in ``Recorder``, of the only run; None: several runs show what depends on sizes.
 
     Raises:
         Unfollowed: an opened module cannot be traced any more.
         Varies: the model takes another path for other sizes.
     """
     opening = _Opening(model, example, mark=mark, autocast=autocast, grad_in_evaluation=grad_in_evaluation)
-    return opening.record(opened, training=False if evaluates else None)
+    return opening.record(opened, sizes, training=False if evaluates else None)
 
 
 _NO_VALUES = (
@@ -204,7 +206,9 @@ class _Opening:
                     raise
                 self._close(error.path, _reason(error))
 
-    def record(self, opened: Collection[str], *, training: bool | None) -> Record:
+    def record(
+        self, opened: Collection[str], sizes: Mapping[int, int] | None, *, training: bool | None
+    ) -> Record:
         """A record of the model as it is now, with the same modules opened.
 
         Raises:
@@ -212,8 +216,10 @@ class _Opening:
             Varies: the model takes another path for other sizes.
         """
         self._opened, self._costs = set(opened), {}
-        record = self._run({}, training=training)
+        record = self._run(sizes or {}, training=training)
         self._refuse_live(record)
+        if sizes is not None:
+            return record
         return self._freed(record, training=training)
 
     def _refuse_live(self, record: Record) -> None:

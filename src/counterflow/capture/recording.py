@@ -29,7 +29,7 @@ from .opening import Records, record_again
 from .python_state import Plain, Unknown
 from .record import Record
 from .recutting import Uncut, crossings_of, places_of
-from .sizes import Varies
+from .sizes import Varies, refuse_differences, sizes_of
 from .tracing_internals import saved_without_hooks, silent_fake_tensors
 from .untraceable import Unfollowed, clear_frames
 
@@ -38,6 +38,12 @@ _CAPTURING = threading.Lock()
 
 _VARIANTS = 8
 """Largest number of records of a model that are saved: flags may go back and forth."""
+
+_LENGTHS = 4096
+"""Largest number of lengths of sequences that are remembered."""
+
+
+_Sizes = Mapping[int, int]
 
 
 class RecordSlot(IntEnum):
@@ -56,8 +62,7 @@ class Variant:
         reads: what it depends on.
         guards: values of that.
         parts: its steps by layer.
-        crossings: what crosses between layers.
-        constants: its tensors that are neither parameter nor buffer.
+        record: the steps.
     """
 
     def __init__(
@@ -69,11 +74,18 @@ class Variant:
     ) -> None:
         self.reads, self.guards, self.parts = reads, guards, tuple(parts)
         self.crossings = crossings_of(record, parts)
-        self.constants: Mapping[str, Tensor] = record.constants
+        self.record = record
+        self.lengths: set[tuple[int, ...]] = set()
+        """Lengths of sequences for which the model was seen to do what the record says."""
         self.replaced: Mapping[str, Any] = {}
         """Modules without weights and buffers that the user has replaced, by name."""
         self.called: Mapping[str, nn.Module] = {}
         """Modules that the steps call, by path."""
+
+    @property
+    def constants(self) -> Mapping[str, Tensor]:
+        """Tensors that are neither parameter nor buffer, by name."""
+        return self.record.constants
 
 
 @contextmanager
@@ -238,6 +250,33 @@ class Recording:
         self._variants[slot].append(variant)
         del self._variants[slot][:-_VARIANTS]
 
+    def refuse_length(
+        self, slot: RecordSlot, environment: Environment, inputs: Any, kwargs: Mapping[str, Any]
+    ) -> None:
+        """Refuse sequences of a length for which the model does something else; a new one is recorded.
+
+        Raises:
+            ConfigError: the model does something else.
+        """
+        lengths, model = self._example.lengths_of(inputs, kwargs), self.model
+        key = tuple(lengths[group] for group in sorted(lengths))
+        with self._lock:
+            variant = self.current[slot]
+            if model is None or key in variant.lengths or lengths.items() <= sizes_of(self._example).items():
+                return
+            try:
+                with capturing():
+                    run = self._run(model, slot, environment, lengths)
+                refuse_differences(variant.record, run, sizes_of(self._example) | lengths)
+            except (Unfollowed, Varies) as error:
+                raise self._error(
+                    f"its forward does not do for sequences of length {str(key)[1:-1].rstrip(',')} what it "
+                    f"does for those of the example ({error}); move the code that decides by lengths into a "
+                    "module of its own"
+                ) from None
+            if len(variant.lengths) < _LENGTHS:
+                variant.lengths.add(key)
+
     def _of_evaluation(self, model: nn.Module, slot: RecordSlot, environment: Environment) -> Variant | None:
         evaluation = self.current[RecordSlot.EVALUATION]
         if slot is not RecordSlot.TRAINING or any(module.training for module in model.modules()):
@@ -254,15 +293,7 @@ class Recording:
         self, model: nn.Module, slot: RecordSlot, environment: Environment, names: Sequence[str]
     ) -> Variant:
         try:
-            record = record_again(
-                model,
-                self._example,
-                self._opened,
-                mark=self._mark,
-                evaluates=slot is RecordSlot.EVALUATION,
-                grad_in_evaluation=self._grad,
-                autocast=environment.autocast,
-            )
+            record = self._run(model, slot, environment)
             parts = self._recut(model, record, slot)
         except Unfollowed as error:
             raise self._refusal(names, f"its forward {error.why}") from error.__cause__
@@ -279,6 +310,20 @@ class Recording:
         paths = {step.module for part in parts for step in part.steps} - {None}
         variant.called = {path: model.get_submodule(path) for path in paths if path is not None}
         return variant
+
+    def _run(  # a run with some sizes, or a record
+        self, model: nn.Module, slot: RecordSlot, environment: Environment, sizes: Any = None
+    ) -> Record:
+        return record_again(
+            model,
+            self._example,
+            self._opened,
+            mark=self._mark,
+            evaluates=slot is RecordSlot.EVALUATION,
+            grad_in_evaluation=self._grad,
+            autocast=environment.autocast,
+            sizes=sizes,
+        )
 
     def _recut(self, model: nn.Module, record: Record, slot: RecordSlot) -> list[LayerSteps]:
         for variant in (self.current[slot], self.current[1 - slot]):

@@ -15,10 +15,11 @@ from itertools import combinations
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .example_call import Example
-from .placeholders import PlaceholderSlice, Size, Template
+from .placeholders import OfDtype, PlaceholderSlice, Size, Template
 from .record import Record, RecordedCall
 
 
@@ -93,6 +94,47 @@ def merged(records: Sequence[Record], sizes: Sequence[Mapping[int, int]]) -> Rec
         ref: (fit.shape([r.shapes[ref][0] for r in records]), first.shapes[ref][1]) for ref in first.shapes
     }
     return replace(first, steps=steps, output=output, shapes=shapes)
+
+
+def refuse_differences(record: Record, run: Record, sizes: Mapping[int, int]) -> None:
+    """Compare a record with a run of the model with some sizes.
+
+    Args:
+        record: the record.
+        run: steps of the run.
+        sizes: size of each group of free dimensions in the run.
+
+    Raises:
+        Varies: the run is not what the record says for these sizes.
+    """
+    if len(record.steps) != len(run.steps):
+        raise Varies("it takes other steps")
+    for step, run_step in zip(record.steps, run.steps, strict=True):
+        if replace(step, takes=run_step.takes) != run_step:
+            raise Varies("it takes other steps", step.inside)
+        _refuse_other_leaves(step.takes, run_step.takes, sizes)
+    _refuse_other_leaves(record.output, run.output, sizes)
+    for name, tensor in record.constants.items():
+        run_tensor = run.constants.get(name)
+        if run_tensor is None or not _equal_tensors(tensor, run_tensor):
+            raise Varies("it uses another tensor")
+
+
+def _refuse_other_leaves(template: Template, run_template: Template, sizes: Mapping[int, int]) -> None:
+    if template.spec != run_template.spec:
+        raise Varies("it passes another structure")
+    for leaf, run_leaf in zip(template.leaves(), run_template.leaves(), strict=True):
+        expected = leaf.of(sizes) if type(leaf) is Size else leaf
+        of_dtype = isinstance(leaf, (OfDtype, torch.dtype)) or isinstance(run_leaf, OfDtype)
+        known = of_dtype or (type(expected) is PlaceholderSlice and type(run_leaf) is PlaceholderSlice)
+        if not known and (type(expected) is not type(run_leaf) or not _equal(expected, run_leaf)):
+            raise Varies(f"{expected!r} is {run_leaf!r}")
+
+
+def _equal_tensors(tensor: Tensor, second: Tensor) -> bool:
+    return tensor is second or (
+        tensor.shape == second.shape and tensor.dtype == second.dtype and tensor.equal(second)
+    )
 
 
 def _varying(records: Sequence[Record]) -> set[str]:

@@ -66,6 +66,10 @@ class Intake:
                 guard.require_original_weights("step")
             guard.require_sole_trainer(self._model)
         self._recordings.follow(guard.steps, self._drain.end_steps, training=call.trains)
-        batch = self._batches.make(user_batch, call, guard.steps, self._runner, outputs=outputs)
+
+        def read() -> UserBatch:
+            return self._recordings.refuse_lengths(user_batch(), training=call.trains)
+
+        batch = self._batches.make(read, call, guard.steps, self._runner, outputs=outputs)
         self._cut_probe.check(batch)
         return batch

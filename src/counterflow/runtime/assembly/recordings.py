@@ -17,9 +17,11 @@ from counterflow.capture.layer import CapturedLayer
 from counterflow.capture.recording import Recording, RecordSlot, recordings_of
 from counterflow.errors import ConfigError
 
+from ..messages.values import Keyworded
 from ..mini_batch.agreement import agreed_call
 from ..mini_batch.refusal import refusing
 from ..mini_batch.step_report import CallKind, CallReport
+from ..mini_batch.user_batch import UserBatch
 from ..stages.precision import Precision
 from ..transport.base import Transport
 from .local_stages import LocalStages
@@ -97,6 +99,26 @@ class Recordings:
                     flush()
                     with refusing():
                         self._adopt(recording, slot, environment, names)
+
+    def refuse_lengths(self, user_batch: UserBatch, *, training: bool) -> UserBatch:
+        """Return a mini-batch, if the model does for its sequences what was recorded.
+
+        Args:
+            user_batch: the mini-batch of this worker.
+            training: whether a step follows; else an evaluation.
+
+        Raises:
+            ConfigError: the model does something else for their length.
+        """
+        if self._recordings and not any(layer.on_slices for layer in self._layers):
+            slot = RecordSlot.TRAINING if training else RecordSlot.EVALUATION
+            with self._precision.computing():
+                environment = Environment.current(self._transport.device.type)
+                for piece in user_batch.inputs or ():
+                    inputs, kwargs = piece if type(piece) is Keyworded else (piece, {})
+                    for recording in self._recordings:
+                        recording.refuse_length(slot, environment, inputs, kwargs)
+        return user_batch
 
     def _agree(self, step: int, digest: int, names: Sequence[str]) -> None:
         rows = agreed_call(CallReport(CallKind.RECORD, step, kind=digest), self._transport)
