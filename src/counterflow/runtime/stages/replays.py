@@ -65,7 +65,7 @@ class ReplayedLayer:
         computing: makes the context in which layers run.
     """
 
-    __slots__ = ("_buffers", "_computing", "guard", "layer", "reruns")
+    __slots__ = ("_computing", "_layer_buffers", "guard", "layer", "reruns")
 
     def __init__(
         self, layer: NamedLayer, device: torch.device, computing: Callable[[], AbstractContextManager[Any]]
@@ -73,7 +73,7 @@ class ReplayedLayer:
         self.layer, self._computing = layer, computing
         self.guard, self.reruns = InputGuard(), RerunDiagnosis(device)
         buffers = Buffers([layer.module])
-        self._buffers = buffers if buffers.places or buffers.norms else None
+        self._layer_buffers = buffers if buffers.places or buffers.norms else None
 
     @property
     def place(self) -> str:
@@ -82,7 +82,7 @@ class ReplayedLayer:
 
     def snapshot(self) -> Contents:
         """Return the contents of its buffers."""
-        return () if self._buffers is None else self._buffers.snapshot()
+        return () if self._layer_buffers is None else self._layer_buffers.snapshot()
 
     def run_again(self, run: Callable[[Value], Value], value: Value, contents: Contents) -> Value:
         """Run it on an input, with the precision and buffers of its first run.
@@ -93,9 +93,9 @@ class ReplayedLayer:
             contents: contents of its buffers.
         """
         with self._computing():
-            if self._buffers is None:
+            if self._layer_buffers is None:
                 return run(value)
-            with self._buffers.swapped_in(contents):
+            with self._layer_buffers.swapped_in(contents):
                 return run(value)
 
 

@@ -100,7 +100,7 @@ class Witness:
         self._otherwise = schedule.workload.slices > 1 or bool(execution.compile)
         lower = execution.compress or execution.computes_in is not None
         self._least = MODELS.of(torch.bfloat16) if lower else 0.0
-        self._owner = Owner(stages, streams, self._least)
+        self._owner, self._streams = Owner(stages, streams, self._least), streams
         self._other_calls = "" if sharded else other_calls(schedule, len(workers.ranks))
         modules = {layer.index: layer.module for of_stage in layers for layer in of_stage}
         self._stage_of = {layer.index: n for n, of_stage in enumerate(layers) for layer in of_stage}
@@ -220,7 +220,7 @@ class Witness:
         model = [] if self._model is None or batch.training or self._rank != unit.rank else [self._model]
         # Threads share modules: the model's modes are set before those of the stages here, and restored after
         # these and before those of the evaluation that follows.
-        with evaluating(model):
+        with self._streams.step(), evaluating(model):
             self._meet_threads()
             with self._owner.running(batch.step, unit.rows, training=batch.training):
                 yield
