@@ -279,6 +279,29 @@ def test_damage_of_several_checkpoints(begun: Path, train: Train, tmp_path: Path
     ]
 
 
+def test_a_run_that_goes_back_keeps_its_own_checkpoints(
+    begun: Path, train: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not those of the training that it leaves, though these are of later steps and may be better."""
+    shutil.copytree(begun / "whole", tmp_path / "run")
+    root = tmp_path / "run" / "checkpoint"
+    earlier = min(complete(root), key=lambda folder: int(folder.name[5:]))
+    step = int(earlier.name[5:])
+    later = sorted(folder.name for folder in complete(root)[1:])
+    assert later
+    two = BEGUN | {"train__keep_last": 2, "optimizer__learning_rate": 0.5}
+    first = train(train__steps=step + 1, train__resume=str(earlier), **two)
+    assert first.about.first_step == step
+    names = {folder.name for folder in root.iterdir()}
+    assert names == {earlier.name, f"step-{step + 1}", *(f"abandoned-{name}" for name in later)}
+    assert any(f"{later[0]} is of later steps than step {step}" in line for line in caplog.messages)
+    second = train(train__steps=step + 2, train__resume="auto", **two)
+    assert second.about.first_step == step + 1  # of the run that went back
+    third = train(train__steps=step + 2, train__resume=str(root / f"step-{step + 1}"), **two)
+    assert third.about.first_step == step + 1
+    assert f"abandoned-2-step-{step + 2}" in {folder.name for folder in root.iterdir()}
+
+
 def test_a_checkpoint_that_is_damaged_later_does_not_count(train: Train, tmp_path: Path) -> None:
     root, two = tmp_path / "run" / "checkpoint", BEGUN | {"train__keep_last": 2}
     train(train__steps=3, **two)

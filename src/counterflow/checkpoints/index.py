@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 import shutil
+from itertools import chain, count
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -196,6 +197,13 @@ def put_aside(folder: Path) -> Path:
     if aside.exists():
         shutil.rmtree(aside, ignore_errors=True)
     return folder.rename(aside)
+
+
+def abandon(folder: Path) -> Path:
+    """Rename a checkpoint of a training that a run has gone back behind, so it does not count."""
+    numbers = chain([""], (f"{number}-" for number in count(2)))
+    names = (folder.with_name(f"abandoned-{number}{folder.name}") for number in numbers)
+    return folder.rename(next(name for name in names if not name.exists()))
 
 
 def remove_drafts(root: Path) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from counterflow.capture.model_layers import layers_of, state_names
-from counterflow.checkpoints.index import CHECKPOINT, DamagedError, complete, put_aside
+from counterflow.checkpoints.index import CHECKPOINT, DamagedError, abandon, complete, put_aside
 from counterflow.checkpoints.reader import Checkpoint
 from counterflow.checkpoints.state_tables import MODEL
 from counterflow.common import toml
@@ -107,27 +108,33 @@ def verify_start(start: Checkpoint, transport: Transport) -> Checkpoint | None:
 
 
 def set_aside_after(root: Path, step: int) -> None:
-    """Rename damaged checkpoints of later steps than the one from which a run resumes, so they do not count.
+    """Rename checkpoints of later steps than the one from which a run resumes, so they do not count.
 
-    Only the single writer of the folder may call it, while nobody reads.
+    They are damaged, or of a training that the run goes back behind: they would be the last ones, and the
+    best ones, in place of those of this run. Only the single writer of the folder may call it, while nobody
+    reads.
     """
     for folder in complete(root):
-        if int(folder.name.partition("step-")[2].partition(".")[0]) > step:
-            try:
-                _checked(folder)
-            except DamagedError as error:
-                _set_aside(folder, error.problem)
-            except ConfigError:  # another version
-                pass
+        if int(folder.name.partition("step-")[2].partition(".")[0]) <= step:
+            continue
+        try:
+            _checked(folder)
+        except DamagedError as error:
+            _set_aside(folder, error.problem)
+        except ConfigError:  # another version
+            pass
+        else:
+            problem = f"{folder} is of later steps than step {step}, from which this run goes on"
+            _set_aside(folder, problem, abandon)
 
 
-def _set_aside(folder: Path, problem: str) -> None:
+def _set_aside(folder: Path, problem: str, rename: Callable[[Path], Path] = put_aside) -> None:
     try:
-        put_aside(folder)
+        name = rename(folder).name
     except OSError as error:
         _LOG.warning("%s; it cannot be renamed: %s", problem, error.strerror)
     else:
-        _LOG.warning("%s; it is renamed to damaged-%s", problem, folder.name)
+        _LOG.warning("%s; it is renamed to %s", problem, name)
 
 
 def read(start: Checkpoint, pipeline: Pipeline, *, auto: bool) -> None:
