@@ -155,6 +155,45 @@ def test_options_are_those_of_the_trainer(tmp_path: Path) -> None:
     agree(tmp_path / "stages", tmp_path / "alone", history, expected)
 
 
+def classifier(folder: str, kind: Any, arguments: Any, more: dict[str, Any]) -> tuple[list[float], str]:
+    """Losses of an evaluation and a training after it, and the problem type that the model has then."""
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+        num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.BertForSequenceClassification(config).double()
+    rows = [{"input_ids": row["input_ids"], "labels": number % 3} for number, row in enumerate(data(10))]
+    trainer = kind(
+        model=model,
+        args=arguments(output_dir=folder, **(OPTIONS | {"num_train_epochs": 1} | more)),
+        train_dataset=rows,
+        eval_dataset=rows[:3],
+        data_collator=collate_classes,
+    )
+    first = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    return [first, *losses], model.config.problem_type
+
+
+def collate_classes(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    labels = torch.tensor([row["labels"] for row in rows])
+    return collate([{"input_ids": row["input_ids"]} for row in rows]) | {"labels": labels}
+
+
+def test_a_classifier_learns_its_kind_and_an_evaluation_before_moves_no_order(tmp_path: Path) -> None:
+    """transformers sets ``problem_type`` in the first forward."""
+    expected = classifier(str(tmp_path / "plain"), transformers.Trainer, transformers.TrainingArguments, {})
+    more = {"pp": 1, "schedule": "1f1b"}
+    stages = str(tmp_path / "stages")
+    (results,) = cf.launch(
+        classifier, stages, PipelineTrainer, PipelineArguments, more, workers=1, transport="local", threads=1
+    )
+    assert results[0] == pytest.approx(expected[0], rel=1e-6)
+    assert results[1] == expected[1] == "single_label_classification"
+
+
 def family(name: str) -> Any:
     torch.manual_seed(0)
     if name == "GPT2LMHead":

@@ -37,7 +37,7 @@ from .checkpoints import Checkpoints
 from .optimizer_view import OptimizerView
 from .refusals import refuse, refuse_made
 from .trainer_arguments import single_process
-from .trainer_objective import PACKED, TrainerObjective, as_it_was, weighed, weights
+from .trainer_objective import PACKED, TrainerObjective, as_it_was, settle_problem_type, weighed, weights
 from .trl import add_metrics, plain_head
 
 _BATCHING = Batching(
@@ -94,6 +94,7 @@ class PipelineTrainerMixin(Checkpoints):
         """
         if self.pipeline is None:
             items = self._get_num_items_in_batch([dict(batch)], torch.device("cpu"))
+            settle_problem_type(self.model, batch)
             self._layers, self._first = self._captured(batch, items), _unpacked(batch)
             self._decays = set(self.get_decay_parameter_names(self.model))
             schedule = self.args.made_schedule()

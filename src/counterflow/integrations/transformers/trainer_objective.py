@@ -5,6 +5,7 @@ Invariant: capturing the objective leaves the trainer unchanged.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Self
@@ -19,6 +20,32 @@ from .trl import noting
 
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Inputs that tell flash attention where packed samples begin; they have no number for each sample."""
+
+
+_CLASSIFIES = re.compile("For(Sequence|Image|Video|Audio)Classification$")
+
+
+def settle_problem_type(model: nn.Module, batch: Mapping[str, Any]) -> None:
+    """Set the kind of a classification as the model's first forward would set it in its config.
+
+    A forward that changes the config cannot be recorded. The rule is that of transformers'
+    ``ForSequenceClassificationLoss``.
+
+    Args:
+        model: the model.
+        batch: inputs of the model, with labels.
+    """
+    config, labels = getattr(model, "config", None), batch.get("labels")
+    if not _CLASSIFIES.search(type(model).__name__) or not isinstance(labels, Tensor):
+        return
+    if config is None or getattr(config, "problem_type", "") is not None:
+        return
+    if config.num_labels == 1:
+        config.problem_type = "regression"
+    elif labels.dtype in (torch.long, torch.int):
+        config.problem_type = "single_label_classification"
+    else:
+        config.problem_type = "multi_label_classification"
 
 
 class _Shared:
