@@ -9,7 +9,7 @@ run, and changes nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -84,19 +84,18 @@ class ReplayedLayer:
         """Return the contents of its buffers."""
         return () if self._layer_buffers is None else self._layer_buffers.snapshot()
 
-    def run_again(self, run: Callable[[Value], Value], value: Value, contents: Contents) -> Value:
-        """Run it on an input, with the precision and buffers of its first run.
+    def surroundings(self, contents: Contents) -> AbstractContextManager[Any]:
+        """Return the context of a further run: the precision and the buffers of the first one.
 
         Args:
-            run: runs the layer.
-            value: the input.
             contents: contents of its buffers.
         """
-        with self._computing():
-            if self._layer_buffers is None:
-                return run(value)
-            with self._layer_buffers.swapped_in(contents):
-                return run(value)
+        if self._layer_buffers is None:
+            return self._computing()
+        context = ExitStack()
+        context.enter_context(self._computing())
+        context.enter_context(self._layer_buffers.swapped_in(contents))
+        return context
 
 
 class Replay:
@@ -237,10 +236,10 @@ class Replay:
         self.tensors, self._versions_saved = [], []
         with torch.enable_grad():
             value = mapped(self._fresh_input, self._value)
-            with saved_tensors_hooks(self._pack_again, _same):
-                output = self._layer.run_again(self._run, value, self._contents)
+            with saved_tensors_hooks(self._pack_again, _same), self._layer.surroundings(self._contents):
+                output = self._run(value)
         self._count = None
-        shapes = [tensor.shape for tensor in self.tensors if tensor is not None]
+        shapes = [tensor.shape for tensor in self.tensors]  # type: ignore[union-attr]
         if shapes != self._shapes:
             raise ConfigError(
                 f"{self._layer.place} saved {len(self._shapes)} tensors for its backward and {len(shapes)} "
@@ -334,7 +333,7 @@ class LayerReplays(StageWrapper):
         count_input = None if self.count_saved is None else partial(_count_all, self.count_saved, same)
         replay.save(guard.saved_copy(same), changes=guard.changes is not False, count_input=count_input)
         value = replay.run_first(value)
-        replay.first = replayed_layer.reruns.first_output(list(tensors_in(value)), step)
+        replay.first = replayed_layer.reruns.first_output(tensors_in(value), step)
         return value
 
     def _recounted(self) -> CountSaved | None:

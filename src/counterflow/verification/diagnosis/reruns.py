@@ -7,7 +7,7 @@ its input, weights, buffers and torch's random numbers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class FirstOutput:
         exact: True to compare copies; False: norms, which take no memory.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], *, exact: bool) -> None:
+    def __init__(self, tensors: Iterable[Tensor], *, exact: bool) -> None:
         self._exact = exact
         self._contents = list(map(_copy if exact else _norm, tensors))
 
@@ -67,7 +67,7 @@ class RerunDiagnosis:
         self._waits = device.type != "cpu"
         self._last: int | None = None
 
-    def first_output(self, tensors: Sequence[Tensor], step: int) -> FirstOutput | None:
+    def first_output(self, tensors: Iterable[Tensor], step: int) -> FirstOutput | None:
         """Save the output of a first run; None: the run is not compared."""
         last = self._last
         if last == step:
