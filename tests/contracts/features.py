@@ -252,7 +252,7 @@ SCHEMES = {
         Scheme("zb-v", {"workers": 2, "micro_batches": 4}, ("slices",)),
         Scheme(
             "chimera",
-            {"stages": 4, "micro_batches": 4},
+            {"stages": 2, "micro_batches": 4},  # more micro-batches than stages, of which two run together
             ("split", "slices", "concat"),
             two_directions=True,
         ),

@@ -154,6 +154,17 @@ REFUSED: dict[tuple[str, str], str] = {
 """Errors of features that do not go together, or with asynchronous schemes."""
 
 
+ROUNDED = {("split", "slices")}
+"""Features whose resumed training has the same numbers to rounding: the first graph of a stage whose backward
+is split is one piece, later ones are several, so gradients that slices share are added in another order."""
+
+
+def is_exact(case: Case) -> bool:
+    """True if a resumed training has the same numbers bit for bit."""
+    names = {feature.name for feature in case.features}
+    return case.exact and not any(set(pair) <= names for pair in ROUNDED)
+
+
 def refusals(case: Case) -> list[str]:
     """Errors of which one has to be raised."""
     kinds = [feature.name for feature in case.features]
@@ -187,7 +198,7 @@ def check(case: Case) -> None:
     expected = plain.training(plain.train(before) + plain.train(after), case.steps)
     for whole, parts, _, captured in trainings:
         same_numbers(whole, expected, begin, case.tolerance)
-        same_numbers(parts, whole, begin, 0.0 if case.exact else case.tolerance)
+        same_numbers(parts, whole, begin, 0.0 if is_exact(case) else case.tolerance)
         assert all(report.units or report.reason for report in captured.values())
 
 
