@@ -72,6 +72,9 @@ SPIN_SECONDS = 0.0001
 """A sleep ends this much early, the rest is waited for in a loop: Linux wakes a sleeper some 50 µs late."""
 
 
+_STAMP = ctypes.c_double * 2
+
+
 class Device:
     """Sleeps in place of computing, and counts for how long it was asked to: a device that is the host.
 
@@ -79,7 +82,25 @@ class Device:
     """
 
     def __init__(self) -> None:
-        self.asked_seconds = 0.0
+        self._times = _STAMP()  # of the machine, not of layers, whose Python values the engine compares
+
+    @property
+    def asked_seconds(self) -> float:
+        """Seconds for which it was asked to compute."""
+        return self._times[0]
+
+    @asked_seconds.setter
+    def asked_seconds(self, seconds: float) -> None:
+        self._times[0] = seconds
+
+    @property
+    def free(self) -> float:
+        """Time at which its queue is empty."""
+        return self._times[1]
+
+    @free.setter
+    def free(self, seconds: float) -> None:
+        self._times[1] = seconds
 
     def compute(self, begin: float, seconds: float, ready: float = 0.0) -> float:
         """Until ``seconds`` after ``begin``, when the stage's code was entered; when that is."""
@@ -115,7 +136,6 @@ class Stream(Device):
     def __init__(self, rank: int, link_seconds: float) -> None:
         super().__init__()
         self.rank, self.link_seconds = rank, link_seconds
-        self.free = 0.0
 
     def compute(self, begin: float, seconds: float, ready: float = 0.0) -> float:
         """Ask for an op; when it will be over."""
@@ -137,9 +157,6 @@ class Stream(Device):
     def synchronize(self) -> None:
         """See ``Device``."""
         sleep_until(self.free)
-
-
-_STAMP = ctypes.c_double * 2
 
 
 def sleep_until(deadline: float) -> None:
