@@ -109,11 +109,12 @@ class Example:
         leaves, spec = pytree.tree_flatten(self.call.bound(inputs, kwargs))
         if spec != self.spec:
             return {}
+        groups = self.length_groups
         return {
             group: leaf.shape[dim]
             for leaf, free in zip(leaves, self.free, strict=True)
             for dim, group in free
-            if group in self.length_groups and isinstance(leaf, Tensor) and leaf.dim() > dim
+            if group in groups and isinstance(leaf, Tensor) and leaf.dim() > dim
         }
 
 

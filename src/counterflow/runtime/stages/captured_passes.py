@@ -155,15 +155,15 @@ class UnitRunner(Protocol):
         """
 
 
-class CapturedPass(PlainPass):
-    """A unit whose layers run by graphs, if its stage is captured; otherwise a plain pass.
+class _CapturedUnit(PlainPass):
+    """Part of a pass whose layers run by graphs, if its stage is captured; otherwise the pass runs plainly.
 
     Attributes:
         captures: captures of the stage.
-        unit: run of the layers, captured or watched; None: they run plainly.
+        unit: run of the layers, captured or watched, until its last op; None: they run plainly.
     """
 
-    __slots__ = ("__weakref__", "captures", "unit")
+    # Without __slots__, as the bases of a class cannot both have some.
 
     def __init__(
         self,
@@ -185,6 +185,10 @@ class CapturedPass(PlainPass):
             return super().run(value)
         output, self.unit = self.captures.forward(self, value, super().run)
         return output
+
+
+class CapturedPass(_CapturedUnit):
+    """A captured unit whose backward is one op."""
 
     @override
     def _differentiate(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
@@ -194,36 +198,8 @@ class CapturedPass(PlainPass):
             unit.backward(direct=self.stage.split_planner.direct)
 
 
-class CapturedSplitPass(SplitPass):
-    """``CapturedPass`` whose backward is two ops.
-
-    Attributes:
-        captures: captures of the stage.
-        unit: run of the layers, captured or watched, until its last op; None: they run plainly.
-    """
-
-    __slots__ = ("__weakref__", "captures", "unit")
-
-    def __init__(
-        self,
-        stage: RunnableStage,
-        rows: SampleRows,
-        step: int,
-        head: Head,
-        meter: SavedBytes,
-        *,
-        captures: UnitRunner,
-    ) -> None:
-        super().__init__(stage, rows, step, head, meter)
-        self.captures = captures
-        self.unit: UnitRun | None = None
-
-    @override
-    def run(self, value: Value) -> Any:
-        if not self.stage.checked or self.meter.counting:
-            return super().run(value)
-        output, self.unit = self.captures.forward(self, value, super().run)
-        return output
+class CapturedSplitPass(_CapturedUnit, SplitPass):
+    """A captured unit whose backward is two ops."""
 
     @override
     def prepare(self, *, defers: bool) -> None:

@@ -202,7 +202,7 @@ class StageGraphs:
         inputs, roots = self._graded_inputs, [gradient_edge(tensor) for tensor in outputs]
         if defers and not inputs:
             return _Backward(gradients, _Gradients(None), [_PendingGradients(roots, gradients, aliases)])
-        early, places = _split(roots, inputs) if defers else (aliases, [])
+        early, places = _split(roots, inputs, aliases) if defers else (aliases, [])
         wanted = [*inputs, *early, *(edge for edges, _ in places for edge in edges)]
         graph = self._device.CUDAGraph()
         with self._capturing(graph):
@@ -340,8 +340,8 @@ class _Backward:
 
 
 def _split(
-    roots: Sequence[GradientEdge], inputs: Sequence[Tensor]
-) -> tuple[list[Tensor], list[tuple[list[GradientEdge], list[Tensor]]]]:
+    roots: Sequence[GradientEdge], inputs: Sequence[Tensor], weights: Sequence[Tensor]
+) -> tuple[Sequence[Tensor], list[tuple[list[GradientEdge], list[Tensor]]]]:
     """Split a backward by ``graph_split.py``.
 
     Returns:
@@ -350,14 +350,12 @@ def _split(
     """
     graph = traverse(roots, inputs)
     nodes, partition = graph.nodes, partition_graph(graph, inputs, frozenset())
+    if not partition.boundaries:  # all is made at once
+        return weights, []
 
     def leaves(numbers: Sequence[int]) -> list[Tensor]:
-        return [leaf for n in numbers if (leaf := variable(nodes[n])) is not None]
+        return [variable(nodes[n]) for n in numbers]
 
-    if not partition.boundaries:  # all is made at once
-        ends = {id(tensor) for tensor in inputs}
-        all_leaves = leaves(range(len(nodes)))
-        return [leaf for leaf in all_leaves if id(leaf) not in ends], []
     return leaves(partition.early), [
         ([GradientEdge(nodes[b.node], output) for output in b.outputs], leaves(b.weights))
         for b in partition.boundaries

@@ -97,7 +97,7 @@ class Witness:
             )
             if has
         ]
-        self._otherwise = schedule.workload.slices > 1 or bool(execution.compile)
+        self._otherwise = not {"slices", "compile"}.isdisjoint(self._options)
         lower = execution.compress or execution.computes_in is not None
         self._least = MODELS.of(torch.bfloat16) if lower else 0.0
         self._owner, self._streams = Owner(stages, streams, self._least), streams
