@@ -273,20 +273,71 @@ def test_with_and_without_one_it_is_told(tmp_path: Path, caplog: pytest.LogCaptu
     assert sum("has no average of the weights: it begins with those loaded" in line for line in told) == 4
 
 
-def test_what_is_frozen_is_its_own_average() -> None:
-    def work() -> None:
-        pipeline = piped(schemes.dapple(2, 4))
-        pipeline.ema(DECAY)
-        pipeline.step(*batch(0))
-        pipeline.step(*batch(1))
-        pipeline.set_trainable(lambda name: not name.startswith("7."))
-        pipeline.step(*batch(2))
-        pipeline.set_trainable(lambda _: True)
-        weights, averages = pipeline.model_state_dict(), pipeline.model_state_dict(ema=True)
-        for name, value in weights.items():
-            assert torch.equal(value, averages[name]) == name.startswith("7.")
+FREEZING = (
+    "",  # all are trained
+    "7.",
+    "7.",
+    "",
+    "4. 5. 6. 7.",  # a whole stage of two
+    "0. 4. 5. 6. 7.",
+    "0.",
+    "",
+)
+"""The layers that are frozen in each step."""
 
-    launch(work, workers=2, transport="local", timeout_seconds=30)
+
+def _choose(pipeline: Pipeline, layers_frozen: str) -> None:
+    pipeline.set_trainable(lambda name: not any(name.startswith(layer) for layer in layers_frozen.split()))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [
+        (schemes.dapple(2, 4), {}),
+        (schemes.chimera(2, 4), {"zero_stage": 1}),
+        (schemes.dapple(2, 4), {"cuts": [7]}),  # the second stage has one layer, frozen as a whole
+    ],
+    ids=["dapple", "sharded", "last-layer"],
+)
+@pytest.mark.parametrize("resume_at", [None, 2, 6])
+@pytest.mark.parametrize("frozen_first", [False, True])
+def test_frozen_weights_go_on_in_their_averages(
+    schedule: Schedule, options: dict[str, Any], resume_at: int | None, frozen_first: bool
+) -> None:
+    """As in ``AveragedModel``: what is frozen later nears the weight, and a resumed run keeps that."""
+    freezing = ("7.", *FREEZING) if frozen_first else FREEZING
+
+    def work() -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+        def made(step: int) -> Pipeline:
+            pipeline = piped(schedule, **options)
+            _choose(pipeline, freezing[step])
+            pipeline.ema(DECAY)
+            return pipeline
+
+        pipeline, rows = made(0), []
+        for step, layers_frozen in enumerate(freezing):
+            if step == resume_at:
+                resumed = made(step)
+                resumed.load_state_dict(pipeline.state_dict())
+                pipeline = resumed
+            _choose(pipeline, layers_frozen)
+            pipeline.step(*batch(step))
+            averages = pipeline.model_state_dict(ema=True)
+            rows.append((pipeline.model_state_dict(), averages))
+            with pipeline.averaged():
+                pass
+            for name, value in pipeline.model_state_dict().items():
+                assert torch.equal(value, rows[-1][0][name]), name
+        return rows
+
+    for rows in launch(work, workers=2, transport="local", timeout_seconds=60):
+        model = nn.ModuleList(layers())
+        expected = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+        for step, (weights, averages) in enumerate(rows):
+            model.load_state_dict(weights)
+            expected.update_parameters(model)
+            for name, value in expected.module.state_dict().items():
+                torch.testing.assert_close(averages[name], value, msg=f"{name}, step {step}")
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
 """An exponential moving average of a worker's trained weights, stage by stage.
 
 Invariant: who keeps a weight's optimiser state keeps its average: all holders, or with ZeRO stage 1 its
-owner. All holders' averages are equal, bit for bit: they are made of equal weights by the same steps. What is
-frozen is its own average. Averages of weights in bfloat16 and float16 are in float32, and of a weight that is
-cut over further dimensions of the mesh an average is of this rank's part.
+owner. All holders' averages are equal, bit for bit: they are made of equal weights by the same steps. A
+weight that was never trained is its own average; one that was frozen later goes on in its average, as in
+torch's. Averages of weights in bfloat16 and float16 are in float32, and of a weight that is cut over further
+dimensions of the mesh an average is of this rank's part.
 
 Source: the recurrence of ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn``, whose first
 update copies the weights.
@@ -73,13 +74,22 @@ class ExponentialAverage:
         self.renew()
 
     def renew(self) -> None:
-        """Keep averages of what is trained by now, and of nothing else."""
+        """Keep averages of what is trained by now, or was: the average of a frozen weight still nears it."""
         for stage, averages in self._averages.items():
             self._averages[stage] = {
                 name: averages[name] if name in averages else AveragedWeight(parameter, _begun(parameter))
                 for name, parameter in self._updated(stage)
-                if parameter.requires_grad
+                if parameter.requires_grad or name in averages
             }
+
+    def frozen(self) -> set[str]:
+        """Names of weights that have an average and are not trained by now."""
+        return {
+            name
+            for averages in self._averages.values()
+            for name, weight in averages.items()
+            if not weight.parameter.requires_grad
+        }
 
     def of(self, stage: int) -> dict[str, AveragedWeight]:
         """Averages of a stage, by the weights' first names."""
@@ -99,23 +109,28 @@ class ExponentialAverage:
         self._updates[stage] += 1
 
     def load(self, average_of: Callable[[str], Tensor | None], updates: int) -> None:
-        """Take averages that were saved.
+        """Take averages that were saved, also of weights that are frozen by now.
 
         Args:
             average_of: a weight's name to its whole average, or laid out as the weight.
             updates: what is in them.
 
         Raises:
-            ConfigError: one is missing.
+            ConfigError: that of a trained weight is missing.
         """
         for stage, averages in self._averages.items():
-            for name, (parameter, average) in averages.items():
+            for name, parameter in self._updated(stage):
                 saved = average_of(name)
+                if saved is None and not parameter.requires_grad:
+                    averages.pop(name, None)
+                    continue
                 if saved is None:
                     raise ConfigError(
                         f"the training state has no average of {name!r}; call ema() after it is loaded"
                     )
-                average.copy_(part_of(saved, parameter))
+                if name not in averages:
+                    averages[name] = AveragedWeight(parameter, _begun(parameter))
+                averages[name].average.copy_(part_of(saved, parameter))
             self._updates[stage] = updates
 
     def show(self) -> None:

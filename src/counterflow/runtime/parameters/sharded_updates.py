@@ -114,15 +114,19 @@ class Owners:
         """The ranks that update some parameters, ascending."""
         return sorted({self._owner[name] for name in names})
 
-    def share(self) -> None:
+    def share(self, changed: Iterable[nn.Parameter] | None = None) -> None:
         """Send what was updated here to the other holders, and take what they updated; all call it.
+
+        Args:
+            changed: parameters that are sent, the same on all holders; None: those that are trained.
 
         Those who hold the same talk at once; a worker goes through its groups in an order that is the same
         everywhere, so that no two wait for each other.
         """
         self._transport.status.now("sending updated weights to the other copies")
+        sent = None if changed is None else {id(parameter) for parameter in changed}
         for ranks in sorted(self._shared):
             for owner, parameters in sorted(self._shared[ranks].items()):
-                trained = [parameter for parameter in parameters if parameter.requires_grad]
-                if trained:
-                    broadcast_tensors(trained, owner, self._groups[ranks], self._transport)
+                tensors = [p for p in parameters if (p.requires_grad if sent is None else id(p) in sent)]
+                if tensors:
+                    broadcast_tensors(tensors, owner, self._groups[ranks], self._transport)

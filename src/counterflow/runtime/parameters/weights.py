@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from typing import cast
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -373,19 +374,26 @@ class Weights:
             raise ConfigError(
                 "there is no average of the weights; call ema(decay) before the steps to average"
             )
-        parameters = (
-            p for gradients in self.placement.all_gradients() for p in gradients.parameters.values()
-        )
-        trained = [local(parameter).detach() for parameter in parameters if parameter.requires_grad]
-        contents = [weight.clone() for weight in trained]
+        frozen = self.average.frozen()
+        if self.owners is not None:  # a holder that keeps no averages learns of those of frozen weights
+            frozen.update(*cast("list[list[str]]", self.transport.gather_objects(sorted(frozen))))
+        averaged = [
+            parameter
+            for gradients in self.placement.all_gradients()
+            for name, parameter in gradients.parameters.items()
+            if parameter.requires_grad or name in frozen
+        ]
+        weights = [local(parameter).detach() for parameter in averaged]
+        contents = [weight.clone() for weight in weights]
         self._copies.order()
         try:
             self.average.show()
-            self.share()
+            if self.owners is not None:
+                self.owners.share(averaged)
             self._forget_casts()
             yield
         finally:
-            for weight, before in zip(trained, contents, strict=True):
+            for weight, before in zip(weights, contents, strict=True):
                 weight.copy_(before)
             self._forget_casts()
 
