@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -426,3 +427,31 @@ def test_the_refusal_of_a_block_does_not_say_to_make_it_one() -> None:
     model = nn.Sequential(Starts(), Starts())
     with pytest.raises(cf.ConfigError, match=r"the forward of '0' decides by .*not traced are called with"):
         cf.layers(model, sample(0, 4, 6))
+
+
+class Counts(nn.Module):
+    """A block that counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(nn.Linear(6, 6), Opaque("attribute"), nn.Linear(6, 6))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.parts(x)  # type: ignore[no-any-return]
+
+
+def test_too_few_layers_name_the_module_that_was_not_looked_into() -> None:
+    def made() -> None:
+        cf.Pipeline(
+            nn.Sequential(Counts(), nn.Linear(6, 2)),
+            nn.MSELoss(),
+            cf.schemes.dapple(4, 4),
+            optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+            example=sample(0, 4, 6),
+        )
+
+    match = r"2 layers for 4 stages: the module '0' could not be looked into, because its forward .*'calls'"
+    with pytest.raises(cf.ConfigError, match=match):
+        cf.launch(made, workers=4, transport="local")

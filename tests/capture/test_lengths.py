@@ -56,6 +56,17 @@ def positions(x: Tensor) -> Tensor:
     return x + torch.linspace(0, 1, x.shape[1])[:, None] * x.shape[1] + x[:, : x.shape[1] // 1]
 
 
+def counted(x: Tensor) -> Tensor:
+    rows = 0.0
+    for part in x.flatten(0, 1), x.flatten(0, 1):
+        rows = rows + part.shape[0]
+    return x * x.square().sum(1, keepdim=True) / rows
+
+
+def half(x: Tensor) -> Tensor:
+    return x / float(max(x.shape[1], 7))
+
+
 class Net(nn.Module):
     def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -115,13 +126,13 @@ def expected_losses(change: Callable[[Tensor], Tensor], *, refused: bool) -> lis
     return losses
 
 
-@pytest.mark.parametrize("change", [branch, minimum, number, member, compared, text, table])
+@pytest.mark.parametrize("change", [branch, minimum, number, half, member, compared, text, table])
 def test_a_length_with_another_forward_is_refused_and_training_goes_on(change: Any) -> None:
     losses = cf.launch(work, change, workers=2, transport="local")[0]
     assert losses == pytest.approx(expected_losses(change, refused=True), rel=1e-4)
 
 
-@pytest.mark.parametrize("change", [positions, window])
+@pytest.mark.parametrize("change", [positions, window, counted])
 def test_any_length_with_the_same_forward_is_right(change: Any) -> None:
     losses = cf.launch(work, change, workers=2, transport="local")[0]
     assert losses == pytest.approx(expected_losses(change, refused=False), rel=1e-4)

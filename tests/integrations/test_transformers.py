@@ -203,7 +203,8 @@ def family(name: str) -> Any:
         return transformers.GPT2LMHeadModel(config).double()
     config = transformers.MixtralConfig(
         vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, num_local_experts=4, pad_token_id=0,
+        num_key_value_heads=2, num_local_experts=4, pad_token_id=0, output_router_logits=True,
+        router_aux_loss_coef=0.5,
     )  # fmt: skip
     config._experts_implementation = "batched_mm"  # the others do not compute in float64, or decide by values
     return transformers.MixtralForCausalLM(config).double()

@@ -19,6 +19,7 @@ from .effects import globals_of, lru_caches
 from .example_call import Example, example_of
 from .guards import Environment, RecordDependencies, guards_of
 from .marks import MARKS, with_named_dtypes
+from .output_hooks import register_output_hooks
 from .record import Record, main_dtype
 from .recorder import Recorder
 from .sizes import Varies, merged, other_sizes, sizes_of
@@ -62,6 +63,7 @@ def records_of(model: nn.Module, inputs: Any, kwargs: Mapping[str, Any], dim: in
     """
     errors: list[Unfollowed] = []
     autocast = autocast_of("cpu")
+    register_output_hooks(model, {*kwargs, *(inputs if isinstance(inputs, Mapping) else ())})
     for mark in MARKS:
         for lengths in (True, False):
             example = example_of(model, inputs, kwargs, dim, lengths=lengths)
@@ -257,11 +259,21 @@ class _Opening:
                 return self._run({}, training=training)
             except Unfollowed as error:
                 if error.opens and self._may_trace(error.opens):
-                    self._opened.add(error.opens)
+                    self._opened |= self._opened_with(error.opens)
                 elif not error.path or error.path not in self._opened:
                     raise
                 else:
                     self._close(error.path, _reason(error))
+
+    def _opened_with(self, path: str) -> set[str]:
+        """A module, those around it, and blocks of their classes, each of which would need a run."""
+        parts = path.split(".")
+        around = {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
+        kinds = {type(self._by_path[path]) for path in around}
+        blocks = {
+            path for path, module in self._by_path.items() if type(module) in kinds and any(module.children())
+        }
+        return {path, *filter(self._may_trace, around | blocks)}
 
     def _close(self, path: str, why: str) -> None:
         self._reasons.setdefault(path, why)

@@ -46,15 +46,17 @@ class Size:
         groups: groups whose sizes are multiplied.
         factor: factor of their product.
         more: added constant.
+        kind: type of the number.
     """
 
     groups: tuple[int, ...]
     factor: Fraction
-    more: int
+    more: Fraction = Fraction(0)
+    kind: type[int] | type[float] = int
 
-    def of(self, sizes: Mapping[int, int]) -> int:
+    def of(self, sizes: Mapping[int, int]) -> int | float:
         """The number, for some sizes."""
-        return int(self.factor * prod(sizes[group] for group in self.groups) + self.more)
+        return self.kind(self.factor * prod(sizes[group] for group in self.groups) + self.more)
 
 
 @dataclass(frozen=True, slots=True)

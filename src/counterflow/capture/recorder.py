@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from counterflow.api.aux_loss import added_losses
 from counterflow.common.tensors.torch_private import without_functions
-from counterflow.common.trees import version_of
+from counterflow.common.trees import tensors_in, version_of
 
 from .call_arguments import (
     ABSENT,
@@ -101,6 +101,7 @@ class Recorder(TorchFunctionMode):
         self._of_mark = following(mark)
         self._origin: dict[int, Ref | Member] = {}
         self._alive: list[Any] = []
+        self._inner: dict[int, str] = {}  # by tensor, the module within an atom that returned it
         self._stack: list[str] = [""]
         self._atoms = 0  # nesting depth within an atom
         self._attentions: list[AttentionCall] = []  # of the atom
@@ -229,22 +230,22 @@ class Recorder(TorchFunctionMode):
 
     def _called(self, module: nn.Module, cls: type, args: Any, kwargs: Any) -> Any:
         path = self._paths.get(id(module))
-        if path is not None:
-            self._record.called.add(path)
+        if path is None:
+            return cls.__call__(module, *args, **kwargs)
+        self._record.called.add(path)
         if self._atoms:
-            if path is None:
-                return cls.__call__(module, *args, **kwargs)
             with self._costing(path):
-                return cls.__call__(module, *args, **kwargs)
-        if path is None or path in self._opened:
+                result = cls.__call__(module, *args, **kwargs)
+            for tensor in tensors_in(result):  # which may leave the atom otherwise than by its result
+                self._inner.setdefault(id(tensor), path)
+                self._alive.append(tensor)
+            return result
+        if path in self._opened:
             return self._through(module, cls, args, kwargs)
         return self._noted_module(path, module, cls, args, kwargs)
 
     def _through(self, module: nn.Module, cls: type, args: Any, kwargs: Any) -> Any:
-        path = self._paths.get(id(module))
-        if path is None:
-            return cls.__call__(module, *args, **kwargs)
-        self._stack.append(path)
+        self._stack.append(path := self._paths[id(module)])
         with self._costing(path):
             result = cls.__call__(module, *args, **kwargs)
         self._stack.pop()
@@ -373,7 +374,8 @@ class Recorder(TorchFunctionMode):
             if is_of_transform(tensor):
                 raise self._unfollowed("calls a transform of torch.func")
             if isinstance(tensor, FakeTensor):
-                raise self._unfollowed("uses a tensor of a call that is not traced")
+                opens = self._inner.get(id(tensor), "").rpartition(".")[0]
+                raise self._unfollowed("uses a tensor of a call that is not traced", opens)
             known = Member(f"constant {len(self._record.constants)} of {self._mode}")
             self._record.constants[known.name] = tensor
             self._origin[id(tensor)] = known
@@ -385,14 +387,12 @@ class Recorder(TorchFunctionMode):
             custom = issubclass(graph, torch.autograd.function.BackwardCFunction)
             if custom and self._graphs.get(id(tensor)) is not graph:
                 inside = self._record.steps[known.step].inside if known.step >= 0 else self._stack[-1]
-                raise Unfollowed(inside, "calls a torch.autograd.Function", self._line())
+                raise self._unfollowed("calls a torch.autograd.Function", inside=inside)
         return known
 
-    def _unfollowed(self, why: str) -> Unfollowed:
-        return Unfollowed(self._stack[-1], why, self._line())
-
-    def _line(self) -> str:
-        return line_of(traceback.extract_stack())
+    def _unfollowed(self, why: str, opens: str = "", inside: str | None = None) -> Unfollowed:
+        path = self._stack[-1] if inside is None else inside
+        return Unfollowed(path, why, line_of(traceback.extract_stack()), opens=opens)
 
     # -- attributes
 
@@ -412,8 +412,8 @@ class Recorder(TorchFunctionMode):
                 if not same(now.get(name, ABSENT), before.get(name, ABSENT)):
                     inside = self._paths.get(id(submodule), path)
                     if name.startswith(WEIGHT):
-                        why = f"calls {inside!r} with another {name.removeprefix(WEIGHT)}"
-                        raise Unfollowed(self._stack[-1], why, self._line(), opens=path)
+                        weight = name.removeprefix(WEIGHT)
+                        raise self._unfollowed(f"calls {inside!r} with another {weight}", path)
                     raise self._unfollowed(f"changes the attribute {name!r} of {inside!r}, which it calls")
 
     def _refuse_changed(self, before: dict[str, dict[str, Any]]) -> None:

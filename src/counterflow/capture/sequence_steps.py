@@ -90,7 +90,7 @@ class _Sequence:
         dims = []
         for dim, size in enumerate(self._record.shapes[ref][0]):
             if size is None or (isinstance(size, Size) and self._length in size.groups):
-                if size != Size((self._length,), Fraction(1), 0):
+                if size != Size((self._length,), Fraction(1)):
                     return None
                 dims.append(dim)
         return tuple(dims)

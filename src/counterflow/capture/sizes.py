@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
-from math import prod
+from math import isfinite, prod
 from typing import Any
 
 import torch
@@ -198,27 +198,29 @@ class _Fit:
         if all(type(leaf) is PlaceholderSlice for leaf in leaves):
             ends = ([getattr(leaf, name) for leaf in leaves] for name in ("start", "stop", "step"))
             return PlaceholderSlice(*map(self.leaf, ends))
-        if all(type(leaf) is int for leaf in leaves):
+        kind = type(first)
+        if kind in (int, float) and all(type(leaf) is kind and isfinite(leaf) for leaf in leaves):
             for groups in self._products:
                 size = self._fitted(groups, leaves)
                 if size is not None:
                     return size
         raise Varies(f"{first!r} is {leaves[1]!r} for other sizes")
 
-    def _fitted(self, groups: tuple[int, ...], numbers: Sequence[int]) -> Size | None:
+    def _fitted(self, groups: tuple[int, ...], leaves: Sequence[int] | Sequence[float]) -> Size | None:
+        numbers = [Fraction(number) for number in leaves]
         products = [prod(sizes[group] for group in groups) for sizes in self._sizes]
         differing = next((n for n, product in enumerate(products) if product != products[0]), None)
         if differing is None:
             return None
-        factor = Fraction(numbers[differing] - numbers[0], products[differing] - products[0])
+        factor = (numbers[differing] - numbers[0]) / (products[differing] - products[0])
         more = numbers[0] - factor * products[0]
-        if more.denominator != 1:
+        kind = type(leaves[0])
+        if kind is int and more.denominator != 1:
             return None
-        size = Size(groups, factor, int(more))
         exact = all(
             factor * product + more == number for product, number in zip(products, numbers, strict=True)
         )
-        return size if exact and factor else None
+        return Size(groups, factor, more, kind) if exact and factor else None
 
 
 def _equal(first: Any, second: Any) -> bool:

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from .output_hooks import is_output_hook
 
 __all__ = ["FakeTensor", "FakeTensorMode", "RecordingMode", "ShapeEnv", "TorchDispatchMode"]
 
@@ -25,7 +28,27 @@ if torch.__version__ < "2.13":
 
 
 class RecordingMode(FakeTensorMode):
-    """Mode of the tensors of recordings, of which none is left after these."""
+    """Mode of the tensors of recordings, of which none is left after these.
+
+    Shapes of ``torch.nn.functional.grouped_mm`` are those in bfloat16: torch knows no others without values,
+    and computes all dtypes with them.
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Result of an operator on fake tensors."""
+        named = dict(kwargs or {})
+        if func is not torch.ops.aten._grouped_mm.default:
+            return super().__torch_dispatch__(func, types, args, named)
+        dtype = named.pop("out_dtype", None) or args[0].dtype
+        factors = [factor.to(torch.bfloat16) for factor in args[:2]]
+        result: Any = super().__torch_dispatch__(func, types, (*factors, *args[2:]), named)
+        return result.to(dtype)
 
 
 # FakeTensorMode: tensors with shapes but no values that report a device. Without it: the
@@ -81,7 +104,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 def has_hooks(module: nn.Module) -> bool:
     """Check for hooks of a module. Without it: modules with hooks are not opened."""
-    return any(vars(module).get(name) for name in _HOOKS)
+    hooks = chain.from_iterable(vars(module).get(name, {}).values() for name in _HOOKS)
+    return not all(map(is_output_hook, hooks))
 
 
 def hook_tables(module: nn.Module) -> list[dict[int, Any]]:
@@ -102,7 +126,9 @@ def transient_buffers_of(module: nn.Module) -> set[str]:
 def drop_hooks(module: nn.Module) -> None:
     """Remove a module's hooks. Without it: a user's hooks see tensors without values."""
     for name in _HOOKS:
-        vars(module).get(name, {}).clear()
+        hooks = vars(module).get(name, {})
+        for number in [number for number, hook in hooks.items() if not is_output_hook(hook)]:
+            del hooks[number]
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:

@@ -91,18 +91,26 @@ def test_it_is_refused_in_slices() -> None:
         cf.launch(steps, "Mixtral", schedule, workers=2, transport="local")
 
 
-def test_layers_that_are_to_be_captured_name_the_module_that_was_not_looked_into() -> None:
-    def captured() -> None:
-        example = {"input_ids": batch()[0]}
-        sgd = partial(torch.optim.SGD, lr=0.1)
-        schedule = cf.schemes.dapple(4, 4)
-        model = model_of("Mixtral").float()
-        model.set_experts_implementation("grouped_mm")  # the eager one asks which experts are chosen
-        cf.Pipeline(model, hf.loss, schedule, optimizer=sgd, example=example)
-
-    match = (
-        r"layers? for 4 stages: the module 'model\.layers\.0.*' could not be looked into, because its "
-        r"forward .*_forward_hooks.*set output_router_logits=False"
+def _captured(loss: Any, example: dict[str, Any], targets: Any) -> float:
+    model = model_of("Mixtral").float()
+    model.set_experts_implementation("grouped_mm")  # the eager one asks which experts are chosen
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    pipeline = cf.Pipeline(
+        model, loss, cf.schemes.dapple(4, 4), optimizer=sgd, example=example, per_micro_batch_loss=True
     )
-    with pytest.raises(cf.ConfigError, match=match):
-        cf.launch(captured, workers=4, transport="local")
+    return pipeline.step(example, targets).loss
+
+
+def test_captured_layers_have_the_models_own_loss() -> None:
+    ids = batch()[0]
+    example = {"input_ids": ids, "labels": ids}
+    loss = cf.launch(_captured, lambda output, _: output.loss, example, ids, workers=4, transport="local")[0]
+    model = model_of("Mixtral").float()
+    wanted = sum(model(input_ids=part, labels=part).loss.item() for part in ids.chunk(4)) / 4
+    assert loss == pytest.approx(wanted, rel=1e-6)
+
+
+def test_captured_layers_with_a_loss_that_leaves_out_their_routers_are_refused() -> None:
+    ids = batch()[0]
+    with pytest.raises(cf.ConfigError, match=r"the loss of its routers \(aux_loss\), which this loss"):
+        cf.launch(_captured, hf.loss, {"input_ids": ids}, ids, workers=4, transport="local")

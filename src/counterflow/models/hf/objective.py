@@ -36,6 +36,11 @@ def loss(output: Any, labels: Tensor) -> LossSum:
     kind, logits = type(output).__name__, getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
         raise ConfigError(f"a {kind} has no logits; give the Pipeline a loss function of your own")
+    if getattr(output, "aux_loss", None) is not None:
+        raise ConfigError(
+            "the output has the loss of its routers (aux_loss), which this loss function does not add; give "
+            "the Pipeline list_layers=counterflow.models.hf.layers, which adds it, or your own loss function"
+        )
     logits = logits if logits.dtype is torch.float64 else logits.float()
     if "CausalLMOutput" in kind:
         if hasattr(labels, SLICE) or CONTEXT.get() is not None:

@@ -151,16 +151,9 @@ def _refuse_too_few_layers(modules: Sequence[nn.Module], schedule: Schedule) -> 
     if len(modules) >= schedule.stages or not isinstance(modules[0], CapturedLayer):
         return
     for path, why in modules[0].closed.items():
-        model = modules[0].model
-        config = getattr(getattr(model, "model", model), "config", None) or getattr(model, "config", None)
-        routers = bool(getattr(config, "output_router_logits", False))
-        advice = (
-            "set output_router_logits=False in its config, list its layers by counterflow.models.hf.layers"
-        )
         raise ConfigError(
             f"{plural(len(modules), 'layer')} for {plural(schedule.stages, 'stage')}: the module {path!r} "
-            f"could not be looked into, because its forward {why}; {f'{advice}, ' * routers}change that, or "
-            "choose fewer stages"
+            f"could not be looked into, because its forward {why}; change that, or choose fewer stages"
         )
 
 

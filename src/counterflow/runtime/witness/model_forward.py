@@ -22,7 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from counterflow.api.aux_loss import add_loss, added_losses
 from counterflow.capture.layer import CapturedLayer
-from counterflow.common.tensors.torch_private import intercepted
+from counterflow.capture.output_hooks import is_output_hook
+from counterflow.common.tensors.torch_private import hooks_of_module, intercepted
 from counterflow.common.trees import tensors_in
 
 from ..messages.values import Keyworded
@@ -163,6 +164,8 @@ class ModelForward:
         with torch.no_grad():
             for position, value in result.changes.items():
                 tensors[position].copy_(value)
+        for hook in filter(is_output_hook, hooks_of_module(module)):  # it collects for the forward here
+            hook(module, request.args, result.output)
         return self._added(result)
 
     def _added(self, result: ModuleResult) -> ModuleResult:
