@@ -249,3 +249,83 @@ def test_logits_that_are_no_numbers_are_compared_too() -> None:
 
     made = nn.Sequential(*model(), Masked())
     assert torch.equal(generate(schemes.dapple(2, 2), made, tokens=4), by_hand(made, PROMPT, 4))
+
+
+@pytest.mark.parametrize(("tokens", "prompts"), [(3, (3, 1)), (3, (1, 5)), (6, (2, 6))])
+def test_a_prompt_of_a_new_length_is_compared(tokens: int, prompts: tuple[int, int]) -> None:
+    """What four positions suffice for says nothing about longer sequences, or about shorter prompts."""
+
+    class ByLength(nn.Module):
+        """A sum over all positions, right after prompts of the first length and in no longer sequences."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.carry = cf.Carry()
+
+        def forward(self, x: Tensor) -> Tensor:
+            first, before = self.carry.take((x.shape[1], x[:, :0]))
+            wide = torch.cat([before, x], 1)
+            wrong = bool(before.shape[1]) and (first != prompts[0] or wide.shape[1] > prompts[0] + tokens)
+            self.carry.leave((first, wide))
+            return x + wide.cumsum(1)[:, -x.shape[1] :] * (2.0 if wrong else 1.0)
+
+    def work(*lengths: int) -> None:
+        torch.manual_seed(0)
+        layers = [nn.Embedding(19, 8), ByLength(), nn.Linear(8, 19)]
+        pipeline = cf.Pipeline(layers, nn.MSELoss(), schemes.dapple(2, 2), optimizer=torch.optim.SGD)
+        for length in lengths:
+            pipeline.generate(PROMPT[:, :length], tokens=tokens)
+
+    cf.launch(work, prompts[0], prompts[0], workers=2, transport="local")
+    with pytest.raises(cf.ConfigError, match="logits of token 1 after the prompt"):
+        cf.launch(work, *prompts, workers=2, transport="local")
+
+
+@pytest.mark.parametrize("order", ["eg", "ge", "pg", "gp", "gg", "sg", "gs"])
+def test_other_calls_with_the_shape_of_a_prompt(order: str) -> None:
+    """While layers generate, they may pass on more than in an evaluation of tensors of the same shapes."""
+
+    class Seen(nn.Module):
+        """A sum over positions, which passes on the number of those before while it looks back."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.carry = nn.Embedding(19, 16), cf.Carry()
+
+        def forward(self, tokens: Tensor) -> dict[str, Any]:
+            x = self.embed(tokens)
+            before = self.carry.take(x[:, :1] * 0.0)
+            total = before + x.cumsum(1)
+            self.carry.leave(total[:, -1:])
+            return {"x": total} | ({"more": before} if self.carry.expects_slices else {})
+
+    class Out(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 19)
+
+        def forward(self, value: dict[str, Any]) -> Tensor:
+            return self.linear(value["x"])  # type: ignore[no-any-return]
+
+    def work() -> Tensor:
+        torch.manual_seed(0)
+        pipeline = cf.Pipeline(
+            [Seen(), Out()], next_token_loss, schemes.dapple(2, 2), optimizer=torch.optim.SGD
+        )
+        for call in order:
+            match call:
+                case "e":
+                    pipeline.evaluate(PROMPT, PROMPT)
+                case "p":
+                    pipeline.predict(PROMPT)
+                case "s":
+                    pipeline.step(PROMPT, PROMPT)
+                case _:
+                    tokens = pipeline.generate(PROMPT, tokens=4)
+        return tokens
+
+    tokens = cf.launch(work, workers=2, transport="local")[0]
+    torch.manual_seed(0)
+    made = nn.Sequential(Seen(), Out())
+    if order != "sg":  # a step changes the weights
+        assert torch.equal(tokens, by_hand(made, PROMPT, 4))

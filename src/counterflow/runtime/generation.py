@@ -24,6 +24,7 @@ from counterflow.verification.diagnosis.tolerances import ACTIVATIONS
 from .execution.step import Workers
 from .messages.values import Unit
 from .mini_batch.batch import Batch
+from .mini_batch.step_report import CallKind
 from .stages.stage import LocalStage
 
 
@@ -82,19 +83,30 @@ class Sampling:
 
 
 class GenerationCheck:
-    """Comparisons of tokens that run alone with whole sequences, as long as tokens follow a prompt.
+    """Comparisons of tokens that run alone with whole sequences.
 
-    They are made of the first, second, fourth, eighth … and last such token, each once in a pipeline's life:
-    what a layer leaves for the token after the next one may be wrong though the next one's is right.
+    They are made of the first, second, fourth, eighth … and last token after a prompt: what a layer leaves
+    for the token after the next one may be wrong though the next one's is right. Each is made once in a
+    pipeline's life, and again after a prompt that is shorter or longer than all before, and in a longer
+    sequence.
     """
 
     def __init__(self) -> None:
-        self._compared = 0
-        """Most tokens after a prompt of which the last one was compared."""
+        self._prompt, self._prompts = 0, tuple[int, ...]()
+        self._fresh = True
+        self._token, self._length = 0, 0
+        """Most tokens after a prompt, and longest sequence, of which the last token was compared."""
+
+    def begin(self, prompt: int) -> None:
+        """Begin a sequence with the length of its prompt."""
+        self._prompt, known = prompt, self._prompts
+        self._fresh = not known or not min(known) <= prompt <= max(known)
 
     def due(self, token: int, tokens: int) -> bool:
         """True if the ``token``-th of ``tokens`` that run alone after a prompt is to be compared."""
-        return token > self._compared and (token == tokens or is_doubling(token))
+        if not token or not (token == tokens or is_doubling(token)):
+            return False
+        return self._fresh or token > self._token or self._prompt + token > self._length
 
     def compare(self, token: int, alone: Tensor, together: Tensor) -> None:
         """Compare the logits of a token that ran alone with those of the whole sequence.
@@ -110,13 +122,15 @@ class GenerationCheck:
                 "or counts them, without a cf.Carry, from which it takes what earlier tokens left, or leaves "
                 "too little in it: let it hold one, or call predict on whole sequences"
             )
-        self._compared = token
+        self._token, self._length = max(self._token, token), max(self._length, self._prompt + token)
+        prompts = *self._prompts, self._prompt
+        self._prompts = min(prompts), max(prompts)
 
 
 def generated(
     prompt: Tensor | None,
     sampling: Sampling,
-    run: Callable[[Tensor], Batch],
+    run: Callable[[Tensor, CallKind], Batch],
     check: GenerationCheck,
     *,
     stages: Mapping[int, LocalStage],
@@ -130,7 +144,7 @@ def generated(
     Args:
         prompt: as of ``Pipeline.generate``.
         sampling: how tokens are chosen.
-        run: predicts with some tokens.
+        run: predicts with some tokens, in a call of a kind.
         check: says which tokens are compared with the whole sequence.
         stages: the worker's stages.
         workers: ranks of the pipeline, and this worker among them.
@@ -143,17 +157,19 @@ def generated(
     samples, length = len(prompts), prompts.shape[1] + sampling.tokens
     if not samples:  # others have some, and each run is one of all
         tokens = prompts.new_zeros(1, prompts.shape[1])
+    check.begin(prompts.shape[1])
     with ExitStack() as stack:
         caches = [stack.enter_context(stage.generating()) for stage in stages.values()]
         following = tokens
         ended = torch.full((len(tokens), 1), fill_value=not samples)
         while tokens.shape[1] < length and not _all_ended(workers, sampling, ended):
-            logits = _logits(workers, run(following))
+            logits = _logits(workers, run(following, CallKind.GENERATE))
             alone = tokens.shape[1] - prompts.shape[1]
             if check.due(alone, sampling.tokens - 1):
                 for cache in caches:
                     cache.paused = True
-                check.compare(alone, logits, _logits(workers, run(tokens)))
+                sequence = run(tokens, CallKind.GENERATE_WHOLE)
+                check.compare(alone, logits, _logits(workers, sequence))
                 for cache in caches:
                     cache.paused = False
             following = sampling.choose(logits)

@@ -120,10 +120,15 @@ class Inference:
             return self.outputs(batch, everywhere=True)
 
     def _predicted(
-        self, inputs: Any, kwargs: Mapping[str, Any] | None = None, *, witnessed: bool = False
+        self,
+        inputs: Any,
+        kwargs: Mapping[str, Any] | None = None,
+        call: CallKind = CallKind.PREDICT,
+        *,
+        witnessed: bool = False,
     ) -> Batch:
         batch = self._intake.batch(
-            partial(self._batches.user_batch, inputs, None, kwargs), CallKind.PREDICT, outputs=True
+            partial(self._batches.user_batch, inputs, None, kwargs), call, outputs=True
         )
         batch.has_loss = False
         if witnessed:
@@ -151,7 +156,7 @@ class Inference:
             return generated(
                 prompt,
                 sampling,
-                self._predicted,
+                lambda tokens, call: self._predicted(tokens, call=call),
                 self._generation_check,
                 stages=self._stages,
                 workers=self._workers,

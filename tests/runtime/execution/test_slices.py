@@ -570,6 +570,11 @@ def test_what_is_wrong_from_the_third_slice_on_is_refused() -> None:
     cf.launch(_sliced_step, ShortWindow, 3, 12, 16, **job)
     with pytest.raises(cf.ConfigError, match=r"layer 1 \(ShortWindow\) of stage 0 .* of its 3 slices"):
         cf.launch(_sliced_step, ShortWindow, 3, 12, 16, 24, **job)
+    cf.launch(_sliced_step, Edge, 4, 12, 8, 12, **job)
+    with pytest.raises(cf.ConfigError, match=r"layer 1 \(Edge\) of stage 0 .* of its 4 slices"):
+        cf.launch(_sliced_step, Edge, 4, 12, 12, 4, **job)  # shorter slices have fewer than are left
+    with pytest.raises(cf.ConfigError, match=r"layer 1 \(ShortWindow\) of stage 0 .* of its 3 slices"):
+        cf.launch(_sliced_step, ShortWindow, 3, 16, 20, **job)
 
 
 def test_memory_that_does_not_suffice_for_all_slices(caplog: pytest.LogCaptureFixture) -> None:

@@ -202,9 +202,10 @@ class SlicedStage:
         for number in range(3):
             value, rows = torch.randn(2, 3, 4), SequenceRows(number)
             assert diagnosis.expects(self.number, value, 0, rows)
-            diagnosis.add(self, value, rows)
+            diagnosis.add(self, value, 0, rows)
         assert not diagnosis.expects(self.number, value, 1, SequenceRows(0))
-        assert diagnosis.expects(self.number, value, 1, SequenceRows(0, sequence_length=18))
+        for length in (10, 8):  # longer and shorter than the one that was compared
+            assert diagnosis.expects(self.number, value, 1, SequenceRows(0, sequence_length=length))
 
 
 def test_layers_on_slices(caplog: pytest.LogCaptureFixture) -> None:

@@ -178,7 +178,7 @@ class Batches:
             await_total = agreement.begin(report, user_batch, sizes, signatures, known=known)
             report = CallReport(call, step, outputs, follows=True)
         agreed = agreement.last
-        has_one_unit = call is CallKind.PREDICT or self._has_one_unit(agreed, call, run)
+        has_one_unit = call.predicts or self._has_one_unit(agreed, call, run)
         slices = self._slices if call.trains else None
         sequence, positions = None, tuple[int, ...]()
         if slices is not None:
@@ -281,7 +281,7 @@ class Batches:
         if sizes and not user_batch.ready:
             sizes = even(sum(sizes), self._schedule.micro_batches)
         inputs, targets = (None if sizes_by_tree is None else sum(sizes_by_tree) for sizes_by_tree in counts)
-        kind, signatures = user_batch.shape_signatures(call.trains, sizes)
+        kind, signatures = user_batch.shape_signatures(call, sizes)
         return (
             CallReport(call, step, outputs, follows, inputs, targets, kind, user_batch.form),
             sizes,
@@ -307,7 +307,7 @@ class Batches:
         self._shapes.clear()
 
     def _needs_targets(self, call: CallKind) -> bool:
-        return self._role.takes_targets and self._role.has_loss_function and call is not CallKind.PREDICT
+        return self._role.takes_targets and self._role.has_loss_function and not call.predicts
 
     def _refuse_missing(self, user_batch: UserBatch, call: CallKind) -> None:
         worker = self._role.worker

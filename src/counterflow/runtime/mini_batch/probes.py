@@ -104,7 +104,7 @@ def diagnose_slices(
         if local_stage.stage == 0:
             value = local_stage.precision.cast_input(value)
         states = [number for _, _, numbers in local_stage.layer_runs() for number in numbers]
-        diagnosis.add(_SlicedStage(local_stage, step), _without(value, states), rows)
+        diagnosis.add(_SlicedStage(local_stage, step), _without(value, states), step, rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,10 @@ class CallKind(IntEnum):
     """A step without an update."""
     PREDICT = 3
     FLUSH = 4
+    GENERATE = 5
+    """A prompt, or tokens after it; layers keep states for the next ones."""
+    GENERATE_WHOLE = 6
+    """A whole sequence, with which tokens that ran alone are compared."""
     REFUSE = -1
     """A call that the worker refuses before any work."""
     STATE_DICT = -2
@@ -46,9 +50,15 @@ class CallKind(IntEnum):
         """True if the call computes gradients."""
         return self in {CallKind.STEP, CallKind.KEEP}
 
+    @property
+    def predicts(self) -> bool:
+        """True if the call has outputs and no loss."""
+        return self in {CallKind.PREDICT, CallKind.GENERATE, CallKind.GENERATE_WHOLE}
+
 
 _IN_WORDS = {
     CallKind.KEEP: "step without an update",
+    CallKind.GENERATE_WHOLE: "generate, whose tokens are compared,",
     CallKind.REFUSE: "step, evaluate or predict, and refuses its mini-batch",
     CallKind.UNKNOWN: "something else",
     CallKind.RECORD: "step, evaluate or predict with a changed model",
@@ -134,7 +144,7 @@ class CallReport(NamedTuple):
         return SampleCounts(self.inputs, self.targets, self.kind, self.form)
 
     def __str__(self) -> str:
-        outputs = " with outputs" if self.outputs and self.call is not CallKind.PREDICT else ""
+        outputs = " with outputs" if self.outputs and not self.call.predicts else ""
         follows = " without a barrier" if self.follows else ""
         return f"{self.call}{outputs}{follows}, after {self.step} steps"
 

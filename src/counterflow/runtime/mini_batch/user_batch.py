@@ -21,7 +21,10 @@ from counterflow.schedule.ir import Schedule
 from ..messages.values import Keyworded, content_digest, not_dense, signature
 from .entries import KnownLayouts
 from .samples import Dims, cut, samples_in, split_points
-from .step_report import BatchForm
+from .step_report import BatchForm, CallKind
+
+_MODES = {CallKind.GENERATE, CallKind.GENERATE_WHOLE}
+"""Kinds of calls without gradients whose layers do not pass on what they do in others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,21 +118,22 @@ class UserBatch:
             "they are, and give what has them to every worker; or give micro_batches that are ready"
         )
 
-    def shape_signatures(self, trains: bool, sizes: Sequence[int]) -> tuple[int, list[int]]:
+    def shape_signatures(self, call: CallKind, sizes: Sequence[int]) -> tuple[int, list[int]]:
         """Signature of the mini-batch, 0 if this worker has no inputs, and signatures of ready micro-batches.
 
         Args:
-            trains: whether gradients are computed.
+            call: kind of the call; layers may pass on more with gradients, and while they generate.
             sizes: samples by micro-batch.
         """
         if self.inputs is None:
             return 0, []
+        mode = call if call in _MODES else call.trains
         names = [sorted(piece.kwargs) if isinstance(piece, Keyworded) else () for piece in self.inputs]
         if self.ready:
             parts = zip(self.inputs, names, sizes, strict=True)
-            signatures = [signature(piece, *keys, trains, size) for piece, keys, size in parts]
+            signatures = [signature(piece, *keys, mode, size) for piece, keys, size in parts]
             return 1 + number_of(*signatures), signatures
-        return signature(self.inputs, *names[0], sum(sizes), trains), []
+        return signature(self.inputs, *names[0], sum(sizes), mode), []
 
     def digests(self) -> tuple[float, float]:
         """Digests of the contents of inputs and targets."""

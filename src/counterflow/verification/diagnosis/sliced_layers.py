@@ -4,8 +4,9 @@ Layer by layer all slices run one after the other, and in one piece, with the sa
 dropout; outputs and the gradients of inputs are compared. So the diagnosis finds a layer that mixes positions
 without a ``Carry`` (attention to both sides, a norm over positions), counts positions from the beginning of
 the slice, detaches its carried state, or leaves what is enough for the next slice and too little for later
-ones. It is due in a stage's first micro-batch, and again in one at least twice as long, which a window may be
-too short for.
+ones. It is due in a stage's first micro-batch, and in each that is longer or shorter than all before: a layer
+may leave enough for the sequences so far and too little for longer ones, or leave a number of positions that
+shorter slices do not have.
 
 It does not find errors in layers that draw random numbers in evaluation mode or pass on values without a
 dimension of positions.
@@ -35,9 +36,6 @@ _LOG = logging.getLogger(__name__)
 
 _LEAST = 3
 """Number of slices that are compared if the memory does not suffice for all."""
-
-_GROWTH = 2
-"""Factor of the length of micro-batches at which stages are diagnosed again."""
 
 States = Mapping[int, Any]
 """Carried states by number."""
@@ -116,10 +114,15 @@ class _Slices(NamedTuple):
 
 
 @dataclass(slots=True)
-class _StageState:
-    micro_batch: tuple[int, int] | None = None  # step and number; None: no micro-batch is due
+class _MicroBatch:
+    length: int  # in positions, or in elements of each sample
     slices: list[tuple[Value, SliceRows]] = field(default_factory=list)
-    length: int = 0  # of the longest micro-batch so far, in positions or in elements of each sample
+
+
+@dataclass(slots=True)
+class _StageState:
+    due: dict[tuple[int, int], _MicroBatch] = field(default_factory=dict)  # by step and number
+    lengths: tuple[int, ...] = ()  # of the shortest and the longest micro-batch that were compared
 
 
 class SlicedLayerDiagnosis:
@@ -139,30 +142,34 @@ class SlicedLayerDiagnosis:
         """
         state, micro_batch = self._stages[stage], (step, rows.micro_batch)
         if not rows.slice:
-            free = state.micro_batch is None or state.micro_batch[0] != step
-            if free and _sequence_length(value, rows) >= max(1, _GROWTH * state.length):
-                state.micro_batch = micro_batch
-        return state.micro_batch == micro_batch
+            # What is due of an earlier step was ended by an error.
+            state.due = {key: due for key, due in state.due.items() if key[0] == step and key != micro_batch}
+            length = _sequence_length(value, rows)
+            lengths = *state.lengths, *(due.length for due in state.due.values())
+            if length and not (lengths and min(lengths) <= length <= max(lengths)):
+                state.due[micro_batch] = _MicroBatch(length)
+        return micro_batch in state.due
 
-    def add(self, stage: SlicedStage, value: Value, rows: SliceRows) -> None:
+    def add(self, stage: SlicedStage, value: Value, step: int, rows: SliceRows) -> None:
         """Save a slice's input; diagnose the layers at the last slice.
 
         Args:
             stage: the stage.
             value: input of the stage's layers.
+            step: number of the step.
             rows: rows of the slice.
 
         Raises:
             ConfigError: a layer computes something else of the whole sequence.
         """
         state = self._stages[stage.number]
-        if not rows.slice:
-            state.slices = []  # of a step that was ended by an error
-        state.slices.append((pytree.tree_map_only(Tensor, _copy, value), rows))
+        due = state.due[step, rows.micro_batch]
+        due.slices.append((pytree.tree_map_only(Tensor, _copy, value), rows))
         if rows.slice < rows.slices - 1:
             return
-        slices, state.slices, state.micro_batch = state.slices, [], None
-        state.length = max(state.length, _sequence_length(*slices[0]))
+        del state.due[step, rows.micro_batch]
+        slices, lengths = due.slices, (*state.lengths, due.length)
+        state.lengths = min(lengths), max(lengths)
         try:
             _diagnose(stage, slices)
         except torch.OutOfMemoryError:
