@@ -157,6 +157,37 @@ def test_stages_train_on_slices_as_one_process() -> None:
         assert differences.ok, (name, differences)
 
 
+class Flattens(nn.Module):
+    """Rows of all positions between its modules, as in OPT: sizes go from layer to layer as numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        for first, second in zip(self.blocks[::2], self.blocks[1::2], strict=True):
+            shape = x.shape
+            x = first(x.reshape(-1, shape[-1])).tanh()
+            x = second(x).view(shape)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("length", [12, 13])
+@pytest.mark.parametrize("slices", ["2", "3"])
+def test_sizes_that_are_passed_on_are_those_of_slices_and_of_the_sequence(length: int, slices: str) -> None:
+    differences = verify(
+        schedule_of(f"1f1b(stages=2, micro_batches=2, slices={slices})", {}),
+        cf.layers(Flattens().double(), ids(4, length)),
+        loss,
+        [[(ids(4, length), ids(4, length).roll(-1, 1))]],
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+    )
+    assert differences.ok, differences
+
+
 def generated(model: nn.Module, example: Any, prompt: Tensor, tokens: int) -> Tensor:
     def work() -> Tensor:
         with cf.Pipeline(

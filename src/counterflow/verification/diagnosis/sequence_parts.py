@@ -88,7 +88,9 @@ def halves_of(value: Value, positions: Positions) -> tuple[Value, Value]:
 def join_parts(parts: Sequence[Value], sizes: Sequence[int], sequence: Value | None = None) -> Joined | None:
     """Join the values of parts to that of their sequence.
 
-    A leaf that has no positions and differs between parts is that of the sequence, if that is known.
+    A leaf that has no positions and differs between parts, or is no tensor, is that of the sequence, if that is
+    known. A number that all parts share and that is their length, which may be that of the sequence as well,
+    is not known otherwise.
 
     Args:
         parts: values of one structure.
@@ -113,7 +115,11 @@ def join_parts(parts: Sequence[Value], sizes: Sequence[int], sequence: Value | N
         if dim is not None:
             joins = True
             leaves.append(torch.cat(of_parts, dim))
+        elif sequence is not None and not isinstance(of_parts[0], Tensor):
+            leaves.append(of_sequence)  # a number that parts share may be their length
         elif all(_equal(part, of_parts[0]) for part in of_parts[1:]):
+            if type(of_parts[0]) is int and {of_parts[0]} == {*sizes}:
+                return None
             leaves.append(of_parts[0])
         elif sequence is not None:
             complete = complete and not isinstance(of_sequence, Tensor)
