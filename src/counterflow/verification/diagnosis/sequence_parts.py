@@ -88,9 +88,8 @@ def halves_of(value: Value, positions: Positions) -> tuple[Value, Value]:
 def join_parts(parts: Sequence[Value], sizes: Sequence[int], sequence: Value | None = None) -> Joined | None:
     """Join the values of parts to that of their sequence.
 
-    A leaf that has no positions and differs between parts, or is no tensor, is that of the sequence, if that is
-    known. A number that all parts share and that is their length, which may be that of the sequence as well,
-    is not known otherwise.
+    A leaf that has no positions and differs between parts, or is no tensor, is that of the sequence, if that
+    is known. Otherwise a number that is the length of all parts is not known: it may be that of the sequence.
 
     Args:
         parts: values of one structure.
