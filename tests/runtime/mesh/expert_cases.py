@@ -240,6 +240,10 @@ def refuse() -> None:
         layer.down = nn.Parameter(torch.randn(3, HIDDEN, WIDTH, dtype=D))
     with pytest.raises(cf.ConfigError, match="3 experts of Moe cannot be divided among 2 positions"):
         pipeline(odd, dapple, experts)
+    tied = layers()
+    tied[1].up, tied[3].up = tied[0].up, tied[2].up
+    with pytest.raises(cf.ConfigError, match=r"\d\.up and \d\.up of stage \d are one weight, and"):
+        pipeline(tied, dapple, experts, cuts=[2])
     with pytest.raises(cf.ConfigError, match="keeps several versions of its weights"):
         pipeline(layers(), cf.schemes.wpipe(2, 2), experts)
     with pytest.raises(cf.ConfigError, match="a TokenBalance moves its bias once an update"):

@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from counterflow.api.experts import combine, dispatch, expert_group, joined, local_experts
+from counterflow.api.experts import local_experts
 from counterflow.api.token_shares import same_tokens
 from counterflow.common.tensors.expert_modules import EXPERT_PARAMETERS, expert_modules
-from counterflow.common.tensors.torch_private import flattened, parameters_of, shard_placements
+from counterflow.common.tensors.torch_private import flattened, shard_placements
 from counterflow.errors import ConfigError
 
 from .mesh_function import DimNames, MeshFunction, as_names
 from .parallel import ExpertWeight, StageModule
+from .routed_experts import RoutedForward
 
 
 class ExpertParallel(MeshFunction):
@@ -100,6 +101,12 @@ class ExpertParallel(MeshFunction):
         if not experts:
             return {}
         if not rest:
+            if getattr(self.options.get("mp_policy"), "param_dtype", None) is not None:
+                raise ConfigError(
+                    f"{self!r}: mp_policy casts what fully_shard shards, and experts are not sharded over "
+                    f"{', '.join(self.fully_shard)}, which divides them; let Pipeline(autocast=...) cast, or "
+                    "shard over a further dimension"
+                )
             return {"ignored_params": experts}
         part = flattened(mesh, rest)
         # Experts that are sharded over the dimensions of the other weights are gathered with these.
@@ -178,7 +185,7 @@ def _divide(  # noqa: PLR0917
         setattr(module, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
         stage.expert_weights.append(ExpertWeight(module, name, ranks, same))
     if not hasattr(module, EXPERT_PARAMETERS):
-        module.forward = cast("Any", partial(_routed_forward, module, module.forward, names, count))
+        module.forward = cast("Any", RoutedForward(f"stage {stage.number}", module, names, count))
     if token_group is not None:
         module.forward = cast("Any", partial(_forward_of_share, module.forward, token_group))
 
@@ -199,33 +206,3 @@ def _divided(layer: nn.Module, parameter: nn.Parameter, mesh: DeviceMesh, *, rea
 def _forward_of_share(forward: Callable[..., Any], token_group: Any, *args: Any, **kwargs: Any) -> Any:
     with same_tokens(token_group):
         return forward(*args, **kwargs)
-
-
-def _routed_forward(  # noqa: PLR0917
-    module: nn.Module,
-    forward: Callable[..., Tensor],
-    names: list[str],
-    count: int,
-    hidden_states: Tensor,
-    choices: Tensor,
-    weights: Tensor,
-) -> Tensor:
-    """Run a module's forward on the tokens of the local experts, each with one choice of weight 1."""
-    table = parameters_of(module)
-    divided = {name: table[name] for name in names}
-    group = expert_group(cast("Tensor", divided[names[0]]))
-    width = hidden_states.shape[-1]
-    k = choices.shape[-1]
-    sent = dispatch(hidden_states.reshape(-1, width), choices.reshape(-1, k), count, group=group)
-    rows = sent.rows
-    experts = torch.arange(len(sent.counts), device=rows.device)
-    local = experts.repeat_interleave(sent.counts, output_size=rows.shape[0])[:, None]
-    table.update({name: local_experts(cast("Tensor", parameter)) for name, parameter in divided.items()})
-    cast("Any", module).num_experts = count // dist.get_world_size(group)
-    try:
-        outputs = forward(rows, local, weights.new_ones(rows.shape[0], 1))
-        outputs = joined(outputs, *(cast("Tensor", table[name]) for name in names))
-    finally:
-        table.update(divided)
-        cast("Any", module).num_experts = count
-    return combine(sent, outputs, weights.reshape(-1, k)).view(*hidden_states.shape[:-1], -1)

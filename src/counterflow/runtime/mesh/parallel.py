@@ -29,6 +29,7 @@ from ..stages.stage_wrappers import Run, StageWrapper
 from ..transport.base import Transport
 from .fsdp_sum import FsdpGradientSum
 from .rank_mesh import REPLICA, WORKER, Mesh, RankMesh
+from .stage_weights import StageWeights
 
 if TYPE_CHECKING:
     from ..stages.named_layer import NamedLayer
@@ -179,11 +180,12 @@ def parallelize_stages(
         By identity, the parameters whose gradients ``fully_shard`` sums, and the dimensions of these sums.
 
     Raises:
-        ConfigError: the function replaces modules, or shards over replicas or workers.
+        ConfigError: the function replaces modules, shards over replicas or workers, or makes several weights
+            of one, or one whose hooks are not called.
     """
     reduced: dict[int, frozenset[int]] = {}
     for stage in stages:
-        modules = list(stage)
+        modules, weights = list(stage), StageWeights(stage, stage.number)
         result = cast("Callable[..., object]", parallelize)(stage, further)
         if result not in (None, stage) or [*map(id, stage)] != [*map(id, modules)]:
             raise ConfigError(
@@ -207,6 +209,7 @@ def parallelize_stages(
                     "that parallelize() is given, or dimensions of it"
                 )
             reduced |= {id(each.sharded_param): dims for each in group.fsdp_params}
+        weights.preserve(reduced)
     return reduced
 
 
