@@ -247,7 +247,8 @@ def test_layers_on_shares(caplog: pytest.LogCaptureFixture) -> None:
     """A layer that treats each position for itself makes of halves of a share what it makes of the share."""
 
     def diagnose(run: Callable[[Any], Any], value: Any, samples: int = 2) -> None:
-        diagnose_shared_layer(SharedLayer("layer 1 (Mix)", 3, run, lower_precision=False), value, samples)
+        layer = SharedLayer("layer 1 (Mix)", 3, lambda part: (run(part), {}), lower_precision=False)
+        diagnose_shared_layer(layer, value, samples)
 
     table = torch.randn(1, 6, 4)
     diagnose(torch.tanh, torch.randn(2, 6, 4))
@@ -270,6 +271,23 @@ def test_layers_on_shares(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
     diagnose(lambda value: value * table, torch.randn(2, 6, 4))
     assert "layer 1 (Mix) was not checked on shares of sequences: The size of tensor" in caplog.text
+
+
+def test_losses_that_layers_add_on_shares(caplog: pytest.LogCaptureFixture) -> None:
+    """A mean of what each token makes is that of its halves; a product of means over a sequence is not."""
+
+    def diagnose(term: Callable[[Tensor], dict[str, Tensor]]) -> None:
+        layer = SharedLayer("layer 1 (Moe)", 3, lambda part: (part * 2, term(part)), lower_precision=False)
+        diagnose_shared_layer(layer, torch.randn(2, 7, 4), 2)
+
+    diagnose(lambda value: {"z": value.logsumexp(-1).square().mean()})
+    with pytest.raises(
+        ConfigError, match=r"layer 1 \(Moe\) of stage 3 adds 'balance' .* no mean over positions"
+    ):
+        diagnose(lambda value: {"balance": value.softmax(-1).mean(1).square().sum(-1).mean()})
+    assert not caplog.records
+    diagnose(lambda value: {"once": value.sum()} if value.shape[1] == 7 else {})
+    assert "it adds 'once' for the share and not for its halves" in caplog.text
 
 
 def graph(outputs: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> StageGraph:

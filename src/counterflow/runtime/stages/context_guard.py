@@ -105,8 +105,14 @@ class ContextGuard(StageWrapper):
         stage = self._stage
         run = next(run for other, run, _ in stage.layer_runs() if other is layer)
         lower = not stage.precision.plain or torch.is_autocast_enabled(stage.streams.device.type)
-        shared = SharedLayer(place_of(layer), stage.stage, lambda part: run(part, step, rows), lower)
-        with stage.probing(), torch.no_grad(), collecting():
+
+        def run_part(part: Value) -> tuple[Value, dict[str, Tensor]]:
+            with collecting() as collected:
+                output = run(part, step, rows)
+            return output, dict(collected.terms)
+
+        shared = SharedLayer(place_of(layer), stage.stage, run_part, lower)
+        with stage.probing(), torch.no_grad():
             diagnose_shared_layer(shared, value, rows.stop - rows.start)
 
 
