@@ -13,6 +13,7 @@ from torch.nn.functional import mse_loss
 import counterflow as cf
 from counterflow.errors import ConfigError
 from counterflow.measure.folder_model import ModelFolder
+from counterflow.measure.layer_costs import layers_with_loss, ties_of
 from counterflow.measure.model_file import ModelFile
 from counterflow.measure.model_profile import Measurement
 from counterflow.measure.user_model import UserModel
@@ -220,3 +221,27 @@ def test_a_mixture_with_its_own_loss_is_profiled() -> None:
     result = _profile(parts)
     assert result.model.runs() == [("linear", 1), ("routed", 5), ("linear-2", 1)]
     assert result.profile.layer("routed").backward_seconds[0] > 0
+
+
+class HeadLoss(nn.Module):
+    """A loss with a head of its own, whose bias is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(2, 3)
+        self.head.bias.requires_grad_(False)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        """Mean loss over the samples."""
+        return mse_loss(self.head(output), target[:, :1].expand(-1, 3))
+
+
+def test_weights_of_a_loss_are_the_last_layers() -> None:
+    parts, loss = [nn.Linear(4, 2), nn.Linear(2, 2), nn.Linear(2, 2)], HeadLoss()
+    result = cf.profile(parts, loss, example=EXAMPLE, sizes=(1, 2), workers=1, repeats=1)
+    last = result.profile.layer(result.model.layers[-1])
+    assert last.parameter_bytes == (16.0, 8.0, 24.0)
+    assert (last.weights_bytes, last.frozen_bytes) == (60.0, 12.0)
+    assert [result.profile.layer(kind).weights_bytes for kind in result.model.layers[:-1]] == [40.0, 24.0]
+    loss.head.weight = parts[0].weight = nn.Parameter(torch.ones(2, 4))
+    assert [tie.layers for tie in ties_of(layers_with_loss(parts, loss))] == [(0, 2)]

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from counterflow.planning.inputs.model import LayerTie
 
 from .equal_layers import flows_of, kinds_of, passes_values, traits_of, without_repeats
-from .layer_costs import ties_of
+from .layer_costs import layers_with_loss, ties_of
 from .layer_times import Subject
 
 _DEVIATION = 0.02
@@ -53,7 +53,7 @@ class LayerChain:
         return cls(
             tuple(kinds),
             tuple(without_repeats(kinds) if skipping else range(len(kinds))),
-            ties_of(subject.layers),
+            ties_of(layers_with_loss(subject.layers, subject.loss)),
             float(sum(t.nbytes for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor))),
             hashlib.sha256(repr([*traits_of(subject.layers, flows)]).encode()).hexdigest(),
         )

@@ -112,6 +112,17 @@ def skips_of(measured: AtSize) -> tuple[LayerSkip, ...]:
     )
 
 
+def layers_with_loss(layers: Sequence[nn.Module], loss: object) -> list[nn.Module]:
+    """Layers of which the last one has the weights of a loss function too, as a last stage has.
+
+    >>> [len([*layer.parameters()]) for layer in layers_with_loss([nn.ReLU(), nn.ReLU()], nn.Linear(2, 2))]
+    [0, 2]
+    """
+    if not layers or not isinstance(loss, nn.Module) or next(loss.parameters(), None) is None:
+        return [*layers]
+    return [*layers[:-1], nn.ModuleList([layers[-1], loss])]
+
+
 def ties_of(layers: Sequence[nn.Module]) -> tuple[LayerTie, ...]:
     """The weights that layers share.
 

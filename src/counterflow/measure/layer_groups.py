@@ -26,6 +26,7 @@ from counterflow.runtime.workers.world import current_transport
 from .boundary_values import BoundaryValues, LayerPass, passes_of
 from .equal_layers import passes_values
 from .layer_chain import LayerChain, with_values
+from .layer_costs import layers_with_loss
 from .layer_times import MICRO_BATCHES, Subject
 from .optimizer_trial import states_per_byte
 
@@ -166,7 +167,7 @@ def groups_of(
     known: Sequence[LayerPass | None] = passes or [None] * len(layers)
     needs = [
         LayerNeed.of(layer, layer_pass, states, copies)
-        for layer, layer_pass in zip(layers, known, strict=True)
+        for layer, layer_pass in zip(layers_with_loss(layers, subject.loss), known, strict=True)
     ]
     if passes is None or passes_values(subject.layers) or subject.execution.compile:
         total = sum(need.total for need in needs)

@@ -24,7 +24,7 @@ from counterflow.runtime.workers.world import RankInfo, current_transport, rank_
 
 from .group_results import joined_lengths, joined_sizes
 from .layer_chain import LayerChain
-from .layer_costs import assembled
+from .layer_costs import assembled, layers_with_loss
 from .layer_groups import groups_of, values_of
 from .layer_times import AtLengths, AtSize, LayerTimer, LengthTimer, StepTimer, Subject, SubjectSource, timed
 from .links import Travel, measure_links
@@ -199,7 +199,7 @@ def _measured(
     if len(groups) > 1:
         subject = largest.subject(model, chain, values)
     steps = _Parts(done, 1).count(run(StepTimer, subject, sizes[len(sizes) // 2]))
-    layers = [model.layers[place] for place in chain.places]
+    layers = layers_with_loss([model.layers[place] for place in chain.places], model.loss)
     by_size = [
         joined_sizes(groups, results, layers, model)
         for results in zip(*(part[0] for part in parts), strict=True)
