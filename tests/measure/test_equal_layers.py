@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from counterflow.api.skip import Skip
 from counterflow.capture import layers
@@ -94,8 +95,60 @@ def test_layers_with_other_operations_differ() -> None:
                 x = x @ self.weight
             return x
 
-    parts = [nn.Identity(), Narrow(1), Narrow(2), Narrow(1), nn.Identity()]
+    parts = [nn.Linear(4, 4), Narrow(1), Narrow(2), Narrow(1), nn.Identity()]
     assert kinds_of(parts, flows_of(parts, torch.ones(2, 4)))[1:-1] == ["narrow", "narrow-2", "narrow"]
+
+
+class Elementwise(nn.Module):
+    """A linear layer, and operators without operations that torch counts."""
+
+    def __init__(self, times: int, number: int = 0, *, recompute: bool = False, decide: bool = False) -> None:
+        super().__init__()
+        self.linear, self.times, self.layer_idx = nn.Linear(4, 4), times, number
+        self.recompute, self.decide = recompute, decide
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Output of the layer."""
+        if self.decide and x.sum().item() > 1e30:
+            return x
+        y: Tensor = checkpoint(self.linear, x, use_reentrant=False) if self.recompute else self.linear(x)
+        for _ in range(self.times):
+            y = torch.tanh(y)
+        return y / (1 + self.layer_idx)
+
+
+def _kinds(parts: list[nn.Module]) -> list[str]:
+    return kinds_of(parts, flows_of(parts, torch.ones(2, 4)))[1:-1]
+
+
+def test_layers_with_other_elementwise_work_differ() -> None:
+    parts = [nn.Linear(4, 4), *(Elementwise(times) for times in (1, 1, 9, 1)), nn.Identity()]
+    assert _kinds(parts) == ["elementwise", "elementwise", "elementwise-2", "elementwise"]
+
+
+def test_layers_with_other_backwards_differ() -> None:
+    parts = [nn.Linear(4, 4), *(Elementwise(1, recompute=n == 1) for n in range(3)), nn.Identity()]
+    assert _kinds(parts) == ["elementwise", "elementwise-2", "elementwise"]
+
+
+def test_layers_that_differ_by_their_number_are_equal() -> None:
+    parts = [nn.Linear(4, 4), *(Elementwise(1, number) for number in range(80)), nn.Identity()]
+    assert _kinds(parts) == ["elementwise"] * 80
+
+
+def test_a_layer_whose_input_has_no_gradient_is_like_no_other() -> None:
+    """After frozen layers the first one has less to compute in its backward."""
+    parts: list[nn.Module] = [nn.Linear(4, 4), *(Elementwise(1) for _ in range(3)), nn.Identity()]
+    parts[0].requires_grad_(requires_grad=False)
+    assert _kinds(parts) == ["elementwise", "elementwise-2", "elementwise-2"]
+
+
+def test_layers_that_need_values_differ_by_their_settings() -> None:
+    settings = ((1, 0), (1, 1), (9, 2))
+    parts: list[nn.Module] = [Elementwise(times, number, decide=True) for times, number in settings]
+    parts = [nn.Identity(), *parts, nn.Identity()]
+    assert flows_of(parts, torch.ones(2, 4)) is None
+    assert _kinds(parts) == ["elementwise", "elementwise", "elementwise-2"]
 
 
 def test_the_first_layer_and_the_last_are_like_no_other() -> None:

@@ -8,19 +8,21 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import FlopCounterMode
 
 from counterflow.api.aux_loss import added_losses
 from counterflow.api.skip import LoadSkip, SaveSkip
 from counterflow.capture.layer import CapturedLayer
-from counterflow.common.tensors.fake_layers import fake_layers
+from counterflow.common.tensors.fake_layers import fake_layers, saved_storages
+
+from .content_digests import settings_of
+from .operator_digests import OperatorRecorder, detached, differentiate
 
 _LOG = logging.getLogger(__name__)
 
@@ -51,48 +53,84 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """A layer's input and output, and the operations between them.
+    """A layer's input and output, and the operators between them.
 
     Attributes:
         input: its input.
         output: its output.
-        flops: operations of its forward.
+        forward: digest of the operators of its forward.
+        saved: number of tensors that autograd saves, which recomputation within the layer changes.
+        backward: digest of the operators of its backward.
+        loss: digest of the operators of the loss function, of the last layer; empty: not known.
     """
 
     input: Boundary
     output: Boundary
-    flops: int
+    forward: str
+    saved: int
+    backward: str
+    loss: str = ""
 
 
-def flows_of(layers: Sequence[nn.Module], inputs: Any) -> tuple[Flow, ...] | None:
+def flows_of(
+    layers: Sequence[nn.Module], inputs: Any, loss: object = None, targets: Any = None
+) -> tuple[Flow, ...] | None:
     """Inputs and outputs of layers, without memory and without computing.
 
     Args:
         layers: the model's layers, on any device.
         inputs: input of the first one, as in ``Pipeline.step``.
+        loss: the loss function; only a module is run, as a copy, for a function may keep tensors.
+        targets: targets, as in ``Pipeline.step``.
 
     Returns:
         The flow of each layer; None: a layer needs the values of tensors.
     """
     flows = []
+    backwards: dict[Hashable, str] = {}
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), added_losses():
+        with fake, torch.inference_mode(mode=False), torch.enable_grad():
             copies, value, _ = fake_layers(layers, inputs, torch.device("cpu"))
             for layer in copies:
                 before = Boundary.of(value)
-                with FlopCounterMode(display=False) as counter:
+                value, leaves = detached(value)
+                with OperatorRecorder() as forward, saved_storages() as saved, added_losses() as losses:
                     value = layer(value)
-                flows.append(Flow(before, Boundary.of(value), counter.get_total_flops()))
+                key = before, forward.digest, len(saved)
+                if key not in backwards:  # a backward takes longer than a forward, and equal blocks share it
+                    with OperatorRecorder() as backward:
+                        differentiate([value, *losses.values()], leaves, [*layer.parameters()])
+                    backwards[key] = backward.digest
+                flows.append(Flow(before, Boundary.of(value), *key[1:], backwards[key]))
+            if isinstance(loss, nn.Module):
+                flows[-1] = replace(flows[-1], loss=_operators_of_loss(loss, value, targets))
     except Exception as error:
         _LOG.debug("layers that need values are all measured: %s", error)
         return None
     return tuple(flows)
 
 
+def _operators_of_loss(loss: nn.Module, output: Any, targets: Any) -> str:
+    """Digest of the operators of a loss function; empty: it needs the values of tensors."""
+    try:
+        (loss,), (_, targets), _ = fake_layers([loss], (None, targets), torch.device("cpu"))
+        value, leaves = detached(output)
+        recorder = OperatorRecorder()
+        with recorder:
+            differentiate(loss(value, targets), leaves, [*loss.parameters()])
+    except Exception as error:
+        _LOG.debug("a loss that needs values counts by its code: %s", error)
+        return ""
+    return recorder.digest
+
+
 def traits_of(
     layers: Sequence[nn.Module], flows: Sequence[Flow] | None = None
 ) -> Iterator[tuple[str, tuple[object, ...]]]:
-    """Class of each layer, and what layers of one kind have in common: steps, weights and flow."""
+    """Class of each layer, and what layers of one kind have in common: steps, weights and flow, or settings
+    in place of a flow.
+    """
     for index, layer in enumerate(layers):
         if isinstance(layer, CapturedLayer):
             name, steps = layer.class_name, layer.structure
@@ -101,15 +139,18 @@ def traits_of(
         weights = tuple(
             (tuple(value.shape), value.dtype, value.requires_grad) for value in layer.parameters()
         )
-        flow = None if flows is None else flows[index]
+        flow: object = None if flows is None else flows[index]
+        if flow is None and not isinstance(layer, CapturedLayer):
+            flow = tuple(settings_of(layer).items())
         yield _WORDS.sub("-", name).lower(), (steps, weights, flow, index == 0, index + 1 == len(layers))
 
 
 def kinds_of(layers: Sequence[nn.Module], flows: Sequence[Flow] | None = None) -> list[str]:
     """Kind of each layer: its class, and a number if layers of a class differ.
 
-    Layers differ in the shapes of weights, in frozen weights, in their inputs, outputs and operations, and
-    captured ones in their steps. The first one computes no gradient of its input, the last one has the loss.
+    Layers differ in the shapes of weights, in frozen weights, in their inputs, outputs and operators, or in
+    settings if these are not known; captured ones in their steps. The first one computes no gradient of its
+    input, the last one has the loss.
 
     Args:
         layers: the model's layers.

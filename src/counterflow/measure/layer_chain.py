@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from counterflow.capture.layer import CapturedLayer
 from counterflow.planning.inputs.model import LayerTie
 
-from .equal_layers import flows_of, kinds_of, passes_values, traits_of, without_repeats
+from .content_digests import content_of
+from .equal_layers import Flow, flows_of, kinds_of, passes_values, traits_of, without_repeats
 from .layer_costs import layers_with_loss, ties_of
 from .layer_times import Subject
 
@@ -34,7 +36,7 @@ class LayerChain:
         places: numbers of the layers that are measured.
         ties: weights that layers of the model share.
         input_bytes: size of the model's input for one sample.
-        digest: a number of the layers, equal for layers whose costs are.
+        digest: a number of the layers and the loss function, equal for those whose costs are.
     """
 
     kinds: tuple[str, ...]
@@ -47,7 +49,8 @@ class LayerChain:
     def of(cls, subject: Subject) -> Self:
         """The chain of a subject; all of its layers if they save values for later ones, or need values."""
         inputs, _ = subject.batch(1)
-        flows = flows_of(subject.layers, subject.batch(2)[0])
+        batch = subject.batch(2)
+        flows = flows_of(subject.layers, batch[0], subject.loss, batch[1])
         kinds = kinds_of(subject.layers, flows)
         skipping = flows is not None and not passes_values(subject.layers)
         return cls(
@@ -55,7 +58,7 @@ class LayerChain:
             tuple(without_repeats(kinds) if skipping else range(len(kinds))),
             ties_of(layers_with_loss(subject.layers, subject.loss)),
             float(sum(t.nbytes for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor))),
-            hashlib.sha256(repr([*traits_of(subject.layers, flows)]).encode()).hexdigest(),
+            _digest(subject, flows, batch),
         )
 
     @property
@@ -67,6 +70,12 @@ class LayerChain:
         """A subject with the measured layers of another one, with values if that has none."""
         layers = [subject.layers[place] for place in self.places]
         return replace(subject, layers=with_values(layers) if subject.fills_meta else layers)
+
+
+def _digest(subject: Subject, flows: tuple[Flow, ...] | None, batch: tuple[Any, Any]) -> str:
+    code = () if flows else [content_of(x) for x in subject.layers if not isinstance(x, CapturedLayer)]
+    parts = [*traits_of(subject.layers, flows)], code, content_of(batch), content_of(subject.loss)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def with_values(layers: Sequence[nn.Module]) -> list[nn.Module]:

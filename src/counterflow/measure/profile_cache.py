@@ -1,6 +1,8 @@
-"""Profiles that are measured once: kept in a folder named by a digest of model, machine and sizes.
+"""Profiles that are measured once: kept in a folder named by a digest.
 
 The folder is in ``$COUNTERFLOW_CACHE`` or ``~/.cache/counterflow``, and contains the planner's three files.
+The digest is of all that costs depend on: operators and weights of the model and the loss, options of the
+optimizer, machine, execution and sizes.
 
 Invariant: what is read is complete, as a file appears when it is written; a damaged one is measured again.
 """
@@ -19,18 +21,18 @@ from counterflow.common.plurals import plural
 from counterflow.errors import ConfigError
 from counterflow.runtime.transport.kinds import GLOO, NCCL
 
+from .content_digests import optimizer_content
 from .layer_chain import LayerChain
 from .layer_times import Subject, SubjectSource
 from .machine import cores, device_name
 from .model_profile import Description, Measurement, measure_model
-from .optimizer_trial import trial_optimizer
 
 CACHE = "COUNTERFLOW_CACHE"
 """Environment variable with the folder of cached profiles."""
 
 LOG = logging.getLogger("counterflow.auto")
 
-_METHOD = 4
+_METHOD = 5
 """Number of the way of measuring; another one makes kept profiles stale."""
 
 REPEATS = 5
@@ -58,13 +60,10 @@ def folder_of(
         device: their device, cuda or cpu.
         threads: threads of each.
     """
-    optimizer = trial_optimizer(subject.optimizer)
-    switches = {name: value for name, value in optimizer.defaults.items() if isinstance(value, bool)}
     parts = (
         (_METHOD, torch.__version__),
         (chain.digest, chain.input_bytes),
-        (type(optimizer).__name__, sorted(switches.items())),
-        getattr(subject.loss, "__qualname__", type(subject.loss).__name__),
+        optimizer_content(subject.optimizer),
         [*sizes],
         subject.execution.agreed(),
         (transport, workers),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from counterflow.common.tensors.source_descriptions import loss_details, model_details, versions
 from counterflow.execution import Batching, Execution
 from counterflow.program.runnable import refuse_what_cannot_run
 from counterflow.schedule.ir import Schedule
@@ -25,7 +26,6 @@ from ..parameters.optimizers import MakeOptimizer, MakeScheduler
 from ..parameters.sharded_updates import refuse_unsharded
 from ..transport.base import Transport
 from ..workers.arguments import check_same_arguments
-from ..workers.source_descriptions import loss_details, model_details, versions
 from .defaults import captured_layers, transport_of
 from .overlap import as_overlapped
 from .partition import Model, PartitionedModel, partition_model

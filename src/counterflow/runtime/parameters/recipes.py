@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from counterflow.common.tensors.source_descriptions import described, source_of_name
 from counterflow.errors import ConfigError
 
 from ..stages.randomness import RandomStreams
 from ..transport.base import Transport
-from ..workers.source_descriptions import described, source_of_name
 from .optimizers import MakeOptimizer, MakeScheduler, Parameters
 
 _FOR_SPEED: Final = {"fused", "foreach", "capturable", "differentiable"}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from counterflow.runtime.workers import source_descriptions
+from counterflow.common.tensors import source_descriptions
 
 
 class Block(nn.Module):

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 _MOST_FUNCTIONS: Final = 2000
 """Maximum number of functions and classes of one digest."""
 
-_OF_WORKERS: Final = re.compile(
+OF_WORKERS: Final = re.compile(
     r"(?:^|_)(?:device|host|hostname|id|local|pid|port|rank|seed|time|worker|world)(?:_|$)", re.IGNORECASE
 )
 """Names of values that may differ by worker."""
@@ -112,7 +112,7 @@ def details_of(module: nn.Module) -> dict[str, str]:
         details[place] = source_of_name(kind)
         torch_s = kind.__module__.partition(".")[0] == "torch"
         for name, value in vars(part).items():
-            if name.startswith("_") or _OF_WORKERS.search(name):
+            if name.startswith("_") or OF_WORKERS.search(name):
                 continue
             counts = isinstance(value, int) and not (torch_s or name == "training")
             is_plain = isinstance(value, bool | int | float | str) or (
@@ -172,7 +172,7 @@ def _source_of(value: type | FunctionType) -> str:
                     if used.__module__.partition(".")[0] == package:
                         queue.append(used)
                     digest.update(f"{name}={used.__qualname__}".encode())
-                elif isinstance(used, float | str) and not _OF_WORKERS.search(name):
+                elif isinstance(used, float | str) and not OF_WORKERS.search(name):
                     digest.update(f"{name}={described(used)}".encode())
     return digest.hexdigest()
 
