@@ -14,6 +14,7 @@ import inspect
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,11 @@ from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
+from transformers.trainer_utils import IntervalStrategy
 
 from counterflow import capture
 from counterflow.automatic import choose
+from counterflow.common.plurals import plural
 from counterflow.errors import ConfigError
 from counterflow.execution import Batching, Execution
 from counterflow.runtime.parameters.optimizers import Parameters
@@ -71,7 +74,7 @@ class PipelineTrainerMixin(Checkpoints):
             super().__init__(*args, **kwargs)
         self.has_fused_head = plain_head(self.model)
         refuse_made(self, PipelineTrainerMixin)
-        self._collected: list[dict[str, Any]] = []
+        self._collected: list[tuple[dict[str, Any], float]] = []
         self._layers: list[capture.CapturedLayer] = []
         self._step: Any = None
         self._leave_model()
@@ -202,42 +205,67 @@ class PipelineTrainerMixin(Checkpoints):
         model.train()
         inputs = self._prepare_inputs(inputs)
         pipeline = self.made_pipeline(inputs)
-        self._collected.append(self._inputs(inputs, num_items_in_batch))
-        nothing = torch.tensor(0.0, device=self.args.device)
-        if not self.accelerator.sync_gradients:
-            return nothing
-        batches, self._collected = self._collected, []
         scaled = self.loss_is_scaled_for_ga
         if scaled is None:
             counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
             scaled = counted or self.compute_loss_func is not None
-        if scaled and not self._counts_replicas():
-            share = 1 / self.args.replicas
-        else:
-            share = 1.0 if scaled else 1 / (len(batches) * self.args.replicas)
-        micro_batches, parts = [], len(batches) * self.args.replicas
-        for objective_inputs in batches:
+        share = 1.0 if scaled else 1 / self.current_gradient_accumulation_steps
+        if not scaled or not self._counts_replicas():
+            share /= self.args.replicas
+        self._collected.append((self._inputs(inputs, num_items_in_batch), share))
+        nothing = torch.tensor(0.0, device=self.args.device)
+        if not self.accelerator.sync_gradients:
+            return nothing
+        return nothing + self._update(pipeline)
+
+    def _update(self, pipeline: Pipeline) -> float:
+        """Loss of the collected batches, after an update; those that an epoch has left over come first."""
+        batches, self._collected = self._collected, []
+        count, parts = pipeline.schedule.micro_batches, len(batches) * self.args.replicas
+        micro_batches = []
+        for objective_inputs, share in batches:
             samples = _samples(objective_inputs["inputs"])
             weight = 1 / samples  # so sums of weights are whole numbers, which no precision rounds
-            micro_batches.append(
-                (objective_inputs, weights(samples, factor=share * parts, per_sample=0.0, weight=weight))
-            )
-        self._step = pipeline.step(micro_batches=_filled(micro_batches, pipeline.schedule.micro_batches))
+            target = weights(samples, factor=share * parts, per_sample=0.0, weight=weight)
+            micro_batches.append((objective_inputs, target))
+        loss, first = 0.0, (len(batches) - 1) % count + 1
+        for start, stop in pairwise((0, *range(first, len(batches) + 1, count))):
+            rows = _filled(micro_batches[start:stop], count)
+            self._step = pipeline.step(micro_batches=rows, update=stop == len(batches))
+            add_metrics(self, self._step.metrics, (stop - start) * self.args.replicas, training=True)
+            loss += float(self._step.loss) * (stop - start) / len(batches)
         self.optimizer.step_was_skipped = self._step.skipped
-        add_metrics(self, self._step.metrics, len(batches) * self.args.replicas, training=True)
-        return nothing + float(self._step.loss)
+        return loss
 
     def _counts_replicas(self) -> bool:
         return bool(self.args.average_tokens_across_devices)
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """The batches of a step, and the divisor of their losses, over all replicas."""
-        batches, items = super().get_batch_samples(*args, **kwargs)
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        """The batches of a step, and the divisor of their losses, over all replicas.
+
+        Raises:
+            ConfigError: data without a length ends within a step, and losses are logged by epoch, or an epoch
+                has no whole step.
+        """
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if 0 < len(batches) < num_batches:
+            self._refuse_left_over(len(batches), num_batches)
         if items is not None and self.args.replicas > 1 and self._counts_replicas():
             assert self.pipeline is not None
             rows = self.pipeline.transport.gather_objects(float(items))
             items = torch.as_tensor(sum(rows[ranks[0]] for ranks in self.pipeline.ranks)).to(items)
         return batches, items
+
+    def _refuse_left_over(self, batches: int, of_step: int) -> None:
+        # The trainer adds their gradients to those of the next epoch's first step, which runs them here.
+        by_epoch = self.args.logging_strategy == IntervalStrategy.EPOCH
+        if by_epoch or len(self._collected) >= of_step:
+            reason = "their loss is of no epoch's step" if by_epoch else "no epoch has as many"
+            raise ConfigError(
+                f"train_dataset has ended with {plural(batches, 'batch')} of a step's {of_step}, and "
+                f"{reason}; take {'logging_strategy=steps' if by_epoch else 'more data'}, or another "
+                "gradient_accumulation_steps"
+            )
 
     def get_train_dataloader(self) -> Any:
         """The trainer's data loader, of which each replica has every replicas-th batch."""
@@ -270,6 +298,7 @@ class PipelineTrainerMixin(Checkpoints):
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, Any]:
         self._leave_model()
+        self._collected = []
         if self.pipeline is None:
             with _random_numbers_back():
                 batch = next(iter(train_dataloader), None)
