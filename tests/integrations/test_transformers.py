@@ -426,6 +426,11 @@ def test_what_a_pipeline_cannot_do_is_refused(tmp_path: Path, more: dict[str, An
         PipelineTrainer(model=tiny_model(), args=arguments)
 
 
+def test_a_backend_of_the_trainers_own_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(cf.ConfigError, match=r"ddp_backend='gloo' cannot be combined .*; leave it out"):
+        PipelineArguments(output_dir=str(tmp_path), ddp_backend="gloo", **OPTIONS)
+
+
 class Counting(transformers.LlamaForCausalLM):  # type: ignore[misc]
     """Looks where packed samples begin, as flash attention does."""
 

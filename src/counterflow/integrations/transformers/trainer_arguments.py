@@ -48,6 +48,9 @@ class PipelineFields:
         cuts: the numbers of the layers with which stages 1, 2, ... begin; None: balanced.
         recompute: what a backward computes again: ``none``, ``stage`` or ``layer``, which is what
             ``activation_checkpointing`` of transformers becomes.
+
+    Raises:
+        ConfigError: ``ddp_backend`` is given.
     """
 
     pp: int = field(default=1, metadata={"help": "Number of workers over which the model is cut."})
@@ -63,6 +66,12 @@ class PipelineFields:
         """Set up devices as if this process were the only one."""
         self.pipeline_rank = int(os.environ.get("RANK", "0"))
         self.pipeline_workers = int(os.environ.get("WORLD_SIZE", "1"))
+        backend = getattr(self, "ddp_backend", None)
+        if backend is not None:  # accelerate would open a process group of this process alone
+            raise ConfigError(
+                f"ddp_backend={backend!r} cannot be combined with a pipeline: workers exchange messages by "
+                "NCCL on GPUs and by Gloo on CPUs; leave it out"
+            )
         with single_process():
             super().__post_init__()  # type: ignore[misc]
             for name in (
