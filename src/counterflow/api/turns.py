@@ -32,8 +32,8 @@ class Generators(Protocol):
         """Set the generators to states."""
 
 
-class _Stopped(BaseException):
-    """The other function has failed."""
+class _PeerFailure(BaseException):
+    pass
 
 
 class _Current:
@@ -107,7 +107,7 @@ class Turns:
         self._awake[opposite].release()
         self._awake[side].acquire()
         if self._error is not None:
-            raise _Stopped
+            raise _PeerFailure
         self._generators.restore(states)
 
     def _run(self, side: int) -> None:
@@ -115,7 +115,7 @@ class Turns:
         try:
             if self._error is None:
                 self._functions[side]()
-        except _Stopped:
+        except _PeerFailure:
             pass
         except BaseException as error:  # raised in the calling thread
             self._error = error

@@ -71,7 +71,7 @@ def layers(
     evaluation = parts_of(records.evaluation, records.example, [edge.evaluation for edge in edges], model)
     recording = Recording(model, records, (training, evaluation), environment)
     tensors = dict((*model.named_parameters(), *model.named_buffers()))
-    transient = _transient_buffers(model)
+    transient = _names_of_transient_buffers(model)
     tensors |= records.evaluation.constants | records.training.constants
     captured = []
     for number, parts in enumerate(zip(training, evaluation, strict=True)):
@@ -93,8 +93,7 @@ def _title(part: LayerSteps) -> str:
     return called[0] if called[0] == called[-1] else f"{called[0]} to {called[-1]}"
 
 
-def _transient_buffers(model: nn.Module) -> set[str]:
-    """Names of the buffers that are not in the model's state under any of their names."""
+def _names_of_transient_buffers(model: nn.Module) -> set[str]:
     names: dict[int, str] = {}
     persistent: set[int] = set()
     for path, module in model.named_modules():

@@ -156,7 +156,7 @@ def groups_of(
     Raises:
         ConfigError: a layer alone does not fit, or all together if they cannot be measured by themselves.
     """
-    limit = _limit(workers)
+    limit = _least_available_bytes(workers)
     layers = [subject.layers[place] for place in chain.places]
     if limit is None:
         return (LayerGroup(0, len(layers), len(layers)),)
@@ -210,8 +210,7 @@ def values_of(subject: Subject, chain: LayerChain) -> BoundaryValues:
     return BoundaryValues(layers, dtype_of(subject.execution.compute_dtype))
 
 
-def _limit(workers: int) -> int | None:
-    """Bytes of the worker that has the least; None: not known."""
+def _least_available_bytes(workers: int) -> int | None:
     transport = current_transport()
     known = cast("list[int | None]", transport.gather_objects(available_bytes_here(workers)))
     return min((amount for amount in known if amount is not None), default=None)

@@ -143,7 +143,7 @@ def _chimera(schedule: Schedule, t: StageTimes) -> ClosedForm | None:
 
 
 def _gems(schedule: Schedule, t: StageTimes) -> ClosedForm | None:
-    """D·F + N·D·B + (N−1)·F; one micro-batch at a time goes down and up."""
+    # D·F + N·D·B + (N−1)·F: one micro-batch at a time goes down and up.
     depth, n = schedule.stages, schedule.micro_batches
     forwards = gems_makespan(depth, n, 1, 0)
     backwards = gems_makespan(depth, n, 0, 1)

@@ -45,13 +45,13 @@ def largest_cycle_ratio(source: Ints, taker: Ints, seconds: Floats, periods: Int
     for _ in range(_MOST_ROUNDS):
         ratio, later = _values(source[chosen], seconds[chosen], periods[chosen])
         close = _CLOSE * max(float(ratio.max()), 1e-300)
-        better = _best(ratio[source], taker, first)
+        better = _largest_edges(ratio[source], taker, first)
         change = ratio[source[better]] > ratio + close
         if not change.any():
             # Among edges of equal ratio: the one that makes a node later outside its circle.
             at = seconds - ratio[taker] * periods + later[source]
             at[ratio[source] < ratio[taker] - close] = -np.inf
-            better = _best(at, taker, first)
+            better = _largest_edges(at, taker, first)
             change = at[better] > later + close * np.maximum(1.0, np.abs(periods[better]))
         if not change.any():
             break
@@ -59,8 +59,7 @@ def largest_cycle_ratio(source: Ints, taker: Ints, seconds: Floats, periods: Int
     return float(ratio.max())
 
 
-def _best(value: Floats, taker: Ints, first: Ints) -> Ints:
-    """The edge with the largest value to each node; edges are sorted by node."""
+def _largest_edges(value: Floats, taker: Ints, first: Ints) -> Ints:
     most = np.maximum.reduceat(value, first)
     edge = np.flatnonzero(value == most[taker])
     best = np.empty(len(first), dtype=np.int64)

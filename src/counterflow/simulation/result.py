@@ -140,13 +140,12 @@ class Simulation:
             return summed
         if not self.costs.ties and self.costs.statistics == 0.0:
             return summed + self.costs.agreement
-        tied = with_ties(self.schedule, self.costs, self._ended)
+        tied = with_ties(self.schedule, self.costs, self._end_times)
         agreed = np.full_like(tied, tied.max() + self.costs.agreement)
         return float(with_statistics(self.schedule, self.costs, agreed).max())
 
     @property
-    def _ended(self) -> Floats:
-        """Time at which each worker has ended its last op and has its stages' gradients."""
+    def _end_times(self) -> Floats:
         first = self.model.first
         ends = np.array([self.end[stop - 1] if stop > begin else 0.0 for begin, stop in pairwise(first)])
         for _, stage, _, until in self._syncs.tolist():

@@ -50,7 +50,7 @@ def steady_step_seconds(model: TimedSchedule, costs: Costs, played: Played, *, n
         norm: whether every update waits for the gradients of all workers, and for their agreement.
     """
     schedule = model.schedule
-    border = _Border(model, costs, played)
+    border = _FollowingSteps(model, costs, played)
     seconds = 0.0
     before: list[tuple[float, Floats]] = []
     at = np.zeros(schedule.workers + border.ready.lanes)
@@ -67,9 +67,7 @@ def steady_step_seconds(model: TimedSchedule, costs: Costs, played: Played, *, n
     return (seconds - before[middle][0]) / (len(before) - 1 - middle)
 
 
-class _Border:
-    """Plays steps that begin where others ended."""
-
+class _FollowingSteps:
     def __init__(self, model: TimedSchedule, costs: Costs, played: Played) -> None:
         self.model, self.costs = model, costs
         self.ready = model.ready(costs, played.end - played.start)

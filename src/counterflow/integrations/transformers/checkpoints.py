@@ -92,7 +92,7 @@ class Checkpoints(Base):  # type: ignore[misc]
         """Nothing: losses are scaled by the pipeline, and its scale is written with the optimiser."""
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """Nothing: the pipeline's scale is read with the optimiser."""
+        pass  # as above
 
     def _updated_names(self) -> list[list[list[str]]]:
         """All names of each trained weight, in the order and groups of the trainer without a pipeline."""

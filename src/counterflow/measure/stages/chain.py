@@ -133,7 +133,7 @@ class Made:
 
 
 def _input_of(stage: int, made: Sequence[Made], device: torch.device) -> Any:
-    """A stage's input of the real shapes; values do not affect costs."""
+    # Values do not affect costs.
     value = _tensors_like(made[-1].following, device)
     by_skips: dict[int, Any] = {}
     for one in made:

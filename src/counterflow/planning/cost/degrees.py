@@ -126,7 +126,7 @@ class PositionGroups:
             return Collective()
         # Those that send shares of the same tokens are adjacent, and on one node.
         shares = self.degrees.borrowed.tp
-        counts = [shares * n for n in self._counts(self.degrees.tp, members // shares)]
+        counts = [shares * n for n in self._members_by_node(self.degrees.tp, members // shares)]
         nodes = [node for node, _ in cluster.kinds_of_nodes()]
         inside = slowest(node.inside for node in nodes)
         within = inside.seconds_per_byte * (counts[0] - 1) / members
@@ -137,8 +137,7 @@ class PositionGroups:
         out = crowd * between.seconds_per_byte * (members - counts[0]) / members
         return Collective(between.latency_seconds, max(within, out))
 
-    def _counts(self, stride: int, members: int) -> list[int]:
-        """Members of a group on each of its nodes, of positions that are ``stride`` apart."""
+    def _members_by_node(self, stride: int, members: int) -> list[int]:
         on_node = min(self.degrees.positions, self.cluster.most_devices)
         count = min(members, max(1, on_node // stride))
         return [count] * math.ceil(members / count)
@@ -146,7 +145,7 @@ class PositionGroups:
     def _gather(self, stride: int, members: int) -> Collective:
         if members == 1:
             return Collective()
-        counts = self._counts(stride, members)
+        counts = self._members_by_node(stride, members)
         on_node = min(self.degrees.positions, self.cluster.most_devices)
         crowd = on_node // counts[0] if self.cluster.shared_adapter else 1
         nodes = [

@@ -179,8 +179,9 @@ class StageCosts:
         """Bytes of weights, without further copies in layers of the same stage; ``column`` of ``_ties``."""
         return _less(self._total(of), [row[column] for row in self._ties[1]])
 
-    def _alone(self, amounts: Sequence[float], of: Callable[[StageTie], float]) -> tuple[float, ...]:
-        """The part of amounts that is not of weights that other stages share."""
+    def _of_unshared_weights(
+        self, amounts: Sequence[float], of: Callable[[StageTie], float]
+    ) -> tuple[float, ...]:
         tied = [0.0] * self.stages
         for tie in self.ties:
             for stage in tie.stages:
@@ -229,14 +230,14 @@ class StageCosts:
     @cached_property
     def summed(self) -> tuple[float, ...]:
         """Bytes of trained weights that only copies of the stage contain, with sums of their own."""
-        return self._alone(self.trained, lambda tie: tie.trained_bytes)
+        return self._of_unshared_weights(self.trained, lambda tie: tie.trained_bytes)
 
     @cached_property
     def synced(self) -> tuple[float, ...]:
         """Bytes of those gradients, as copies of the stage send them."""
         share = self.model.gradient_share
         sizes = self._once(lambda layer: layer.summed_bytes, 2)
-        alone = self._alone(sizes, lambda tie: tie.gradient_bytes)
+        alone = self._of_unshared_weights(sizes, lambda tie: tie.gradient_bytes)
         return tuple([share * size for size in alone])
 
     @cached_property

@@ -149,7 +149,7 @@ def colour(
         tables = (_assigned(lives, sizes, kinds, prefer) for prefer in (1, -1))
         slots, buffers = min(tables, key=lambda table: sum(buffer.size for buffer in table[1]))
         buffer_sizes = tuple(buffer.size for buffer in buffers)
-    return BufferTable(tuple(lives), tuple(slots), buffer_sizes, *_peak(lives, sizes))
+    return BufferTable(tuple(lives), tuple(slots), buffer_sizes, *_peak_action_and_size(lives, sizes))
 
 
 def _equal_size_slots(lives: Sequence[Lifetime]) -> list[int]:
@@ -206,8 +206,7 @@ class _Buffer:
         self._ends.insert(place, life.end)
 
 
-def _peak(lives: Sequence[Lifetime], sizes: Sequence[float]) -> tuple[int | None, float]:
-    """Index of the action at which messages of most size are in use, and their size."""
+def _peak_action_and_size(lives: Sequence[Lifetime], sizes: Sequence[float]) -> tuple[int | None, float]:
     used: list[tuple[int, float]] = []
     in_use = most = 0.0
     peak = None

@@ -25,7 +25,7 @@ from counterflow.errors import ConfigError
 
 from .mesh_function import DimNames, MeshFunction, as_names
 from .parallel import ExpertWeight, StageModule
-from .routed_experts import RoutedForward
+from .routed_forward import RoutedForward
 
 
 class ExpertParallel(MeshFunction):

@@ -82,18 +82,17 @@ def refuse_no_graph(parts: Sequence[LossWeights]) -> None:
         )
 
 
-def _is_on_device(number: object) -> TypeGuard[Tensor]:
-    """True if a device computes the number, so reading it waits."""
+def _needs_transfer(number: object) -> TypeGuard[Tensor]:
     return type(number) is Tensor and number.numel() == 1 and not number.is_complex()
 
 
 def _device_values(entry: UnitLoss) -> list[Tensor]:
     if entry.plain:
-        return [entry.loss] if _is_on_device(entry.loss) else []
+        return [entry.loss] if _needs_transfer(entry.loss) else []
     return [
         value
         for value in (entry.loss, entry.weight, entry.counts, *entry.metrics.values())
-        if _is_on_device(value)
+        if _needs_transfer(value)
     ]
 
 
@@ -106,10 +105,10 @@ def _in_a_row(numbers: list[Tensor]) -> Tensor:
 
 def _on_host_loss(entry: UnitLoss, arrived: Iterator[float]) -> UnitLoss:
     if entry.plain:
-        return entry._replace(loss=next(arrived)) if _is_on_device(entry.loss) else entry
+        return entry._replace(loss=next(arrived)) if _needs_transfer(entry.loss) else entry
 
     def number(value: Any) -> Any:
-        return next(arrived) if _is_on_device(value) else value
+        return next(arrived) if _needs_transfer(value) else value
 
     loss, weight, counts = map(number, (entry.loss, entry.weight, entry.counts))
     metrics = {name: number(value) for name, value in entry.metrics.items()}

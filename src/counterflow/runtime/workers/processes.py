@@ -263,8 +263,8 @@ def _advice(function: Callable[..., object]) -> str:
     return "give other arguments (open files, locks and generators cannot be sent)"
 
 
-class _Ended(BaseException):
-    """A signal whose default action ends this process."""
+class _FatalSignal(BaseException):
+    pass
 
 
 @contextlib.contextmanager
@@ -274,7 +274,7 @@ def _cleaned_up() -> Iterator[None]:
 
     def end(number: int, _: FrameType | None) -> None:
         ended.append(number)
-        raise _Ended
+        raise _FatalSignal
 
     numbers = [signal.SIGTERM, signal.SIGHUP]
     if threading.current_thread() is not threading.main_thread():
@@ -282,7 +282,7 @@ def _cleaned_up() -> Iterator[None]:
     before = {n: signal.signal(n, end) for n in numbers if signal.getsignal(n) is signal.SIG_DFL}
     try:
         yield
-    except _Ended:
+    except _FatalSignal:
         pass
     finally:
         for number, handler in before.items():

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import counterflow as cf
-from counterflow.runtime.mesh.routed_experts import RoutedForward
+from counterflow.runtime.mesh.routed_forward import RoutedForward
 from counterflow.runtime.mesh.stage_weights import StageWeights
 
 EXPERTS, WIDTH, HIDDEN = 4, 3, 5

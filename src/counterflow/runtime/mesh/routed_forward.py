@@ -71,12 +71,11 @@ class RoutedForward:
         rows = sent.rows
         numbers = torch.arange(len(sent.counts), device=rows.device)
         chosen = numbers.repeat_interleave(sent.counts, output_size=rows.shape[0])[:, None]
-        outputs = self._run(local, rows, chosen, weights.new_ones(rows.shape[0], 1))
+        outputs = self._forward_with(local, rows, chosen, weights.new_ones(rows.shape[0], 1))
         outputs = combine(sent, joined(outputs, *local.values()), weights.reshape(-1, k))
         return outputs.view(*hidden_states.shape[:-1], outputs.shape[-1])
 
-    def _run(self, experts: Mapping[str, Tensor], *args: Tensor) -> Tensor:
-        """Run the module's forward with parameters of some experts."""
+    def _forward_with(self, experts: Mapping[str, Tensor], *args: Tensor) -> Tensor:
         table, module = parameters_of(self._module), cast("Any", self._module)
         divided = {name: table[name] for name in self._names}
         table.update(cast("Any", experts))
@@ -105,11 +104,13 @@ class RoutedForward:
         factors = weights.new_tensor(_WEIGHTS).expand(len(tokens), 2)
         with _undisturbed(self._module, tokens.device):
             try:
-                expected = self._run(copies, tokens, pair, factors)
+                expected = self._forward_with(copies, tokens, pair, factors)
             except RuntimeError:  # a kernel that needs the memory of each expert
                 copies = {name: tensor.contiguous() for name, tensor in copies.items()}
-                expected = self._run(copies, tokens, pair, factors)
-            single = self._run(local, tokens, torch.zeros_like(pair[:, :1]), torch.ones_like(factors[:, :1]))
+                expected = self._forward_with(copies, tokens, pair, factors)
+            single = self._forward_with(
+                local, tokens, torch.zeros_like(pair[:, :1]), torch.ones_like(factors[:, :1])
+            )
         parts = [factor * single for factor in _WEIGHTS]
         if distance(expected, sum(parts[1:], parts[0])) > ACTIVATIONS.of(expected.dtype):
             kind = type(self._module).__name__
