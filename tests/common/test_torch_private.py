@@ -15,11 +15,17 @@ SOURCES = Path(torch_private.__file__).parents[2]
 
 PRIVATE = re.compile(
     r"torch\._C\b|_execution_engine|_get_backend\(|_get_default_store|_unsafe_preserve|_python_dispatch|_NormBase"
-    r"|\._local_tensor\b|_get_fsdp_state|_unsharded_param|_root_post_backward|_broadcast_to_and_flatten|tensor\._utils|_backward_hooks|Backend\._plugins"
+    r"|\._local_tensor\b|_get_fsdp_state|_all_gather_comm|_unsharded_param|_root_post_backward|_broadcast_to_and_flatten|tensor\._utils|_backward_hooks|Backend\._plugins"
     r"|\._parameters\[|\._buffers\b|\._modules\b|aten\._|\._schema\b|loss\._Loss|child\._parameters"
 )
 
-PLACES = {"torch_compiler.py", "torch_private.py", "torch_internals.py", "tracing_internals.py"}
+PLACES = {
+    "torch_compiler.py",
+    "torch_fsdp.py",
+    "torch_private.py",
+    "torch_internals.py",
+    "tracing_internals.py",
+}
 
 
 def test_no_other_file_names_what_is_private() -> None:

@@ -25,6 +25,26 @@ def test_fsdp_sums_gradients_once_a_step() -> None:
     cf.launch(cases_of("four", "fsdp_sum.py"), workers=4, timeout_seconds=60, threads=1)
 
 
+def test_fsdp_sums_what_some_positions_used() -> None:
+    cf.launch(cases_of("four", "unequal_cases.py"), workers=4, timeout_seconds=60, threads=1)
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("within_at_once", r"stage 0 gathers \d\.\w+ here, and another position does not or gathers others"),
+        ("within_later", "stage 0 gathers weights in another order at another position"),
+        ("each_backward", "stage 0 sums other gradients of .* here .* omit sums_each_backward"),
+        ("each_backward_of_replicas", "stage 0 sums other gradients of"),
+        ("each_backward_later", "stage 0 gathers weights in another order at another position"),
+    ],
+)
+def test_modules_that_fsdp_gathers_at_some_positions_are_refused(case: str, words: str) -> None:
+    workers = 4 if case.endswith("replicas") else 2
+    with pytest.raises(cf.ConfigError, match=words):
+        cf.launch(cases_of(case, "unequal_cases.py"), workers=workers, timeout_seconds=30, threads=1)
+
+
 def test_experts_give_the_numbers_of_one_process() -> None:
     cf.launch(cases_of("four", "expert_cases.py"), workers=4, timeout_seconds=60, threads=1)
 

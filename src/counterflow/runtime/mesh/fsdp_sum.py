@@ -13,8 +13,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from counterflow.common.tensors.dtypes import sum_dtype
-from counterflow.common.tensors.torch_private import end_fsdp_backward, fsdp_groups, whole_parameter
+from counterflow.common.tensors.torch_fsdp import end_fsdp_backward, whole_parameter
+
+from .fsdp_order import FsdpOrder
 
 
 class FsdpGradientSum:
@@ -22,15 +26,15 @@ class FsdpGradientSum:
 
     Args:
         modules: those of the stage that FSDP shards.
+        order: order of their collectives.
     """
 
     gathers = False
     """Whether backwards have the stage gathered: layers have gradients of more than inputs and outputs."""
 
-    def __init__(self, modules: Sequence[Any]) -> None:
-        self._sharded = modules
-        groups = {id(group): group for module in modules for group in fsdp_groups(module)}
-        self._groups = list(groups.values())
+    def __init__(self, modules: Sequence[Any], order: FsdpOrder) -> None:
+        self._sharded, self._order = modules, order
+        self._groups = order.groups
         self._let_sum(sums=False)
 
     def prepare(self) -> None:
@@ -63,14 +67,34 @@ class FsdpGradientSum:
                 group.reshard()
 
     def sum(self) -> None:
-        """Sum what was added up, in the dtype that the policy says; all positions call it."""
+        """Sum what was added up, in the dtype that the policy says; all positions call it.
+
+        A parameter that only other positions used counts as zeros here: all sum the same parameters. One that
+        no position used has no gradient.
+
+        Raises:
+            ConfigError: positions gathered weights in different orders.
+        """
         self._let_sum(sums=True)
+        used = self._order.end_mini_batch(
+            {
+                id(group): [_has_gradient(parameter) for parameter in group.fsdp_params]
+                for group in self._groups
+            }
+        )
+        for group in self._groups:
+            flags = used[id(group)]
+            if any(flags) and any(whole_parameter(parameter) is None for parameter in group.fsdp_params):
+                group.unshard()
+                group.wait_for_unshard()
         for group in self._gathered_groups():
             dtype = group.mp_policy.reduce_dtype or group.mp_policy.param_dtype
-            for parameter in group.fsdp_params:
+            for parameter, is_used in zip(group.fsdp_params, used[id(group)], strict=True):
                 full = whole_parameter(parameter)
                 if full is not None:
                     gradient = _pop_gradient(parameter, full)
+                    if gradient is None and is_used:
+                        gradient = torch.zeros_like(full, dtype=dtype or sum_dtype(full.dtype))
                     rounds = gradient is not None and dtype is not None
                     parameter.unsharded_accumulated_grad = gradient.to(dtype) if rounds else gradient
                     del gradient
@@ -98,6 +122,13 @@ class FsdpGradientSum:
         return [
             group for group in self._groups if any(whole_parameter(p) is not None for p in group.fsdp_params)
         ]
+
+
+def _has_gradient(parameter: Any) -> bool:
+    full = whole_parameter(parameter)
+    if full is None:
+        return False
+    return full.grad is not None or parameter.unsharded_accumulated_grad is not None
 
 
 def _pop_gradient(one: Any, whole: Any) -> Any:

@@ -19,7 +19,8 @@ from counterflow.api.aux_loss import was_added
 from counterflow.api.contexts import Context
 from counterflow.api.skip import Carried
 from counterflow.common.tensors.dtensors import is_dtensor, settled
-from counterflow.common.tensors.torch_private import children_of, fsdp_groups, whole_parameter
+from counterflow.common.tensors.torch_fsdp import fsdp_groups, whole_parameter
+from counterflow.common.tensors.torch_private import children_of
 from counterflow.common.trees import mapped
 from counterflow.errors import ConfigError
 
@@ -27,6 +28,7 @@ from ..messages.values import Value
 from ..stages.sample_rows import SampleRows
 from ..stages.stage_wrappers import Run, StageWrapper
 from ..transport.base import Transport
+from .fsdp_order import FsdpOrder
 from .fsdp_sum import FsdpGradientSum
 from .rank_mesh import REPLICA, WORKER, Mesh, RankMesh
 from .stage_weights import StageWeights
@@ -70,6 +72,9 @@ class StageModule(nn.Module, StageWrapper):
     sums_each_backward = False
     fsdp_sum: FsdpGradientSum | None = None
     """Sums once a step what ``fully_shard`` shards; None: it shards nothing, or sums in each backward."""
+
+    fsdp_order: FsdpOrder | None = None
+    """Order of the collectives of ``fully_shard``; None: it shards nothing."""
 
     def __init__(self, number: int, layers: Sequence[NamedLayer], lengths: tuple[int, ...] = (1,)) -> None:
         super().__init__()
@@ -122,6 +127,17 @@ class StageModule(nn.Module, StageWrapper):
                 "whole stage gathered"
             )
         return mapped(self._plain, output)
+
+    def sum_gradients(self) -> None:
+        """Sum gradients that FSDP left whole, and compare its collectives; all positions call it.
+
+        Raises:
+            ConfigError: positions gathered weights in different orders.
+        """
+        if self.fsdp_sum is not None:
+            self.fsdp_sum.sum()
+        elif self.fsdp_order is not None:
+            self.fsdp_order.end_mini_batch({})
 
     @override
     def breaks_block(self, layer: NamedLayer) -> str:
@@ -197,8 +213,12 @@ def parallelize_stages(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # not every backend has another
             module.set_requires_gradient_sync(True)
-        if fsdp and not stage.sums_each_backward:
-            stage.fsdp_sum = FsdpGradientSum(fsdp)
+        if fsdp:
+            names = {name: module for name, module in stage.named_modules() if module in fsdp}
+            sums_each_backward = stage.sums_each_backward
+            stage.fsdp_order = FsdpOrder(stage.number, names, sums_each_backward=sums_each_backward)
+            if not sums_each_backward:
+                stage.fsdp_sum = FsdpGradientSum(fsdp, stage.fsdp_order)
         for group in _fsdp_groups(stage):
             dims = frozenset[int]()
             for process_group in _process_groups(group.mesh_info):

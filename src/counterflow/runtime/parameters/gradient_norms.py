@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from math import isfinite, nan
 
@@ -52,10 +52,13 @@ class OwnNorm:
 
     Args:
         groups: groups of all its gradients.
+        verifications: checks of their sums whose results are read with the norm.
     """
 
-    def __init__(self, groups: Sequence[GradientGroup]) -> None:
-        self._groups = groups
+    def __init__(
+        self, groups: Sequence[GradientGroup], verifications: Sequence[Callable[[], None]] = ()
+    ) -> None:
+        self._groups, self._verifications = groups, verifications
         self._squares = SquaredNorms(groups)
 
     def drop(self) -> None:
@@ -68,6 +71,8 @@ class OwnNorm:
     def read(self) -> tuple[float, int | None]:
         """The squared norm that is counted here; the first stage with a gradient that is not finite."""
         squares = list(zip(self._squares.read(), self._groups, strict=True))
+        for verify in self._verifications:
+            verify()
         odd = [gradients.stage for square, gradients in squares if not isfinite(square)]
         return sum(square for square, gradients in squares if gradients.counted), min(odd, default=None)
 

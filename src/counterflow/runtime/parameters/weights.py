@@ -230,7 +230,9 @@ class Weights:
 
     def own_norm(self) -> OwnNorm:
         """Result of ``squared_norm()``, and True if all local gradients are finite, counted or not."""
-        return OwnNorm(self.placement.all_gradients())
+        modules = [stage.module for stage in self.stages.values() if stage.module is not None]
+        orders = [module.fsdp_order for module in modules if module.fsdp_order is not None]
+        return OwnNorm(self.placement.all_gradients(), [order.verify for order in orders])
 
     def clip(self, stage: int, limit: float | None, alive: Tensor | None) -> tuple[Tensor, Tensor]:
         """Clip a stage's gradients by their norm, where they are; the host does not wait for it.

@@ -398,8 +398,8 @@ class LocalStage:
 
     def sum_fsdp_gradients(self) -> None:
         """Sum gradients that FSDP left whole, after a step's last op that makes gradients of weights."""
-        if self.module is not None and self.module.fsdp_sum is not None:
-            self.module.fsdp_sum.sum()
+        if self.module is not None:
+            self.module.sum_gradients()
 
     def discard_gradients(self) -> None:
         """Drop gradients that FSDP left whole, of passes beside a step."""
