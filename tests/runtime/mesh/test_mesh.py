@@ -45,6 +45,11 @@ def test_modules_that_fsdp_gathers_at_some_positions_are_refused(case: str, word
         cf.launch(cases_of(case, "unequal_cases.py"), workers=workers, timeout_seconds=30, threads=1)
 
 
+@pytest.mark.parametrize("processes", ["refused", "accepted"])
+def test_optimizers_update_shards_as_whole_weights_or_are_refused(processes: str) -> None:
+    cf.launch(cases_of(processes, "optimizer_cases.py"), workers=2, timeout_seconds=60, threads=1)
+
+
 def test_experts_give_the_numbers_of_one_process() -> None:
     cf.launch(cases_of("four", "expert_cases.py"), workers=4, timeout_seconds=60, threads=1)
 

@@ -1,21 +1,27 @@
-"""Probe of optimisers whose update of one parameter depends on others; a pipeline cannot use them.
+"""Probe of optimisers whose update of one parameter depends on others, or on how it is sharded.
 
 A stage has an optimiser of its own, and with ``zero_stage`` each worker has one of the weights that it
 updates. An optimiser that computes a number from all its parameters then makes other updates than one
 optimiser of the whole model does. ``verification.diagnosis.optimizer_coupling`` recognises it by runs of the
 user's function; one that cannot be run there is recognised by its name, or in its first step.
+
+Of weights that are sharded over further dimensions of the mesh each position updates its shard.
+``verification.diagnosis.optimizer_shards`` compares that with an update of the whole weight.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from counterflow.errors import ConfigError
 from counterflow.verification.diagnosis.optimizer_coupling import OptimizerCouplingDiagnosis
+from counterflow.verification.diagnosis.optimizer_shards import OptimizerShardDiagnosis, ShardFailure
 
 from ..stages.randomness import RandomStreams
 from ..transport.base import Transport
@@ -25,6 +31,8 @@ _COUPLED_NAMES = ("dadapt", "prodigy", "lamb")
 """Parts of the names of optimisers that couple parameters."""
 
 _REMEDY = "take one that looks at each weight for itself (SGD, AdamW, Adafactor, Muon)"
+
+_SHARD_REMEDY = "take one that treats each value by itself (SGD, AdamW), or Muon, or do not shard its weights"
 
 
 class OptimizerProbe:
@@ -75,6 +83,33 @@ class OptimizerProbe:
             if self._couples[kind] is None:
                 self._undecided.add(stage)
 
+    def refuse_sharded(
+        self,
+        optimizers: Mapping[int, Optimizer],
+        optimized: Callable[[int], Sequence[tuple[str, nn.Parameter]]],
+    ) -> None:
+        """Refuse an optimiser that updates shards otherwise than whole weights; all positions call it.
+
+        Args:
+            optimizers: optimisers by stage.
+            optimized: returns the parameters of a stage's optimiser, by name.
+
+        Raises:
+            ConfigError: an optimiser does so at any position, or cannot update shards.
+        """
+        make, refusals, causes = self._make, list[str](), list[Exception | None]()
+        for stage, optimizer in optimizers.items():
+            parameters = optimized(stage)
+            diagnosis = OptimizerShardDiagnosis(lambda named: make(Parameters(named)), optimizer, parameters)
+            failure = diagnosis.run(self._streams.preserved())
+            if failure is not None:
+                refusals.append(_shard_refusal(optimizer, stage, failure))
+                causes.append(failure.error)
+        if any(row[0] for row in self._transport.gather([float(bool(refusals))])):
+            rows = cast("list[list[str]]", self._transport.gather_objects(refusals))
+            cause = next(iter(causes), None)
+            raise ConfigError(next(row[0] for row in rows if row)) from cause
+
     def _diagnose(self, optimizer: Optimizer, parameters: Sequence[tuple[str, nn.Parameter]]) -> bool | None:
         make = self._make
         diagnosis = OptimizerCouplingDiagnosis(lambda named: make(Parameters(named)), optimizer, parameters)
@@ -94,6 +129,21 @@ class OptimizerProbe:
         if before is not None:
             _refuse_changed_options(optimizer, before, stage)
             self._undecided.discard(stage)
+
+
+def _shard_refusal(optimizer: Optimizer, stage: int, failure: ShardFailure) -> str:
+    subject = f"the optimizer of stage {stage}, a {type(optimizer).__name__},"
+    if failure.error is None:
+        return (
+            f"{subject} updates a weight that is sharded over the mesh ({failure.name}) otherwise than the "
+            "whole weight, as those do that read a norm of it by .item(), which is one of a position's "
+            f"shard; {_SHARD_REMEDY}"
+        )
+    reason = re.split(r"\.?\s*\n|\. |\.$", str(failure.error).strip())[0]
+    return (
+        f"{subject} cannot update a weight that is sharded over the mesh ({failure.name}): "
+        f"{type(failure.error).__name__}: {reason}; {_SHARD_REMEDY}"
+    )
 
 
 def _options_of(optimizer: Optimizer) -> list[dict[str, float]]:

@@ -88,11 +88,14 @@ class StageOptimizers:
         return names
 
     def refuse_coupled(self) -> None:
-        """Refuse an optimiser whose update of a parameter depends on others; all workers call it.
+        """Refuse an optimiser whose update of a parameter depends on others, or on how it is sharded.
+
+        All workers call it.
 
         Raises:
-            ConfigError: the model has several optimisers, and one is such.
+            ConfigError: the model has several optimisers, and one is such, or one updates shards otherwise.
         """
+        self._probe.refuse_sharded(self.by_stage, self.parameters)
         self._probe.refuse(self.by_stage, self.parameters)
 
     def step(self, stage: int, step: int) -> None:

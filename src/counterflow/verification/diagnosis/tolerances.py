@@ -77,6 +77,10 @@ SMALL = 1e-2
 UPDATE_UNITS = 8.0
 """Units in the last place by which updates may differ: some optimisers concatenate all parameters."""
 
+SHARDED_UPDATES = 0.3
+"""Part of its largest update by which that of a shard may differ: Muon's five iterations in bfloat16 enlarge
+differences of rounding to 0.1; a norm of a shard in place of the weight's makes 0.5 and more."""
+
 OPTIONS = 1e-6
 """Numbers that an optimiser computes among the options of its groups."""
 
