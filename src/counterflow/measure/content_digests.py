@@ -104,7 +104,6 @@ class _Content:
 
 
 def _values_read_by(function: FunctionType) -> dict[str, object]:
-    """Defaults of a function, and what it reads of its closure and its module."""
     try:
         variables = inspect.getclosurevars(function)
     except ValueError:  # a variable of the closure has no value yet

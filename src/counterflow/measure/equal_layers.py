@@ -112,7 +112,6 @@ def flows_of(
 
 
 def _operators_of_loss(loss: nn.Module, output: Any, targets: Any) -> str:
-    """Digest of the operators of a loss function; empty: it needs the values of tensors."""
     try:
         (loss,), (_, targets), _ = fake_layers([loss], (None, targets), torch.device("cpu"))
         value, leaves = detached(output)

@@ -189,8 +189,6 @@ def _attached(weight: Tensor, tensor: Tensor) -> Tensor:
 
 
 class _Attached(torch.autograd.Function):
-    """A copy of a tensor, of which a weight has no gradient."""
-
     @staticmethod
     def forward(ctx: Any, tensor: Any, weight: Any) -> Tensor:
         del ctx, weight

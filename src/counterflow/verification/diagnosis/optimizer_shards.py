@@ -108,9 +108,9 @@ class OptimizerShardDiagnosis:
                 result = self._run(sharded=True)
             except Exception as error:
                 return ShardFailure(next(iter(self._probed)), error)
-            name = self._difference(reference, result)
+            name = self._first_difference(reference, result)
             # Only an optimiser that repeats its result allows a conclusion.
-            if name is None or self._difference(reference, self._run(sharded=False)) is not None:
+            if name is None or self._first_difference(reference, self._run(sharded=False)) is not None:
                 return None
         return ShardFailure(name, None)
 
@@ -119,7 +119,7 @@ class OptimizerShardDiagnosis:
         copies: dict[str, nn.Parameter] = {}
         for number, (name, parameter) in enumerate(self._probed.items()):
             values = self._values(parameter, 0.1, 0, number)
-            copies[name] = nn.Parameter(_shard(values, parameter) if sharded else values)
+            copies[name] = nn.Parameter(_shard_like(values, parameter) if sharded else values)
             attributes = vars(parameter).items()
             vars(copies[name]).update((key, value) for key, value in attributes if not key.startswith("_"))
         optimizer = self._make([*copies.items()])
@@ -131,13 +131,12 @@ class OptimizerShardDiagnosis:
         for step in range(1, _STEPS + 1):
             for number, (name, parameter) in enumerate(self._probed.items()):
                 gradient = self._values(parameter, 1.0, step, number)
-                copies[name].grad = _shard(gradient, parameter) if sharded else gradient
+                copies[name].grad = _shard_like(gradient, parameter) if sharded else gradient
             optimizer.step()
         drew = not torch.equal(before, torch.default_generator.get_state())
         return _Result({name: copy.detach() for name, copy in copies.items()}, drew)
 
-    def _difference(self, reference: _Result, result: _Result) -> str | None:
-        """Return the first name of a weight that differs, in the parts that this position has."""
+    def _first_difference(self, reference: _Result, result: _Result) -> str | None:
         for number, (name, parameter) in enumerate(self._probed.items()):
             target, first = reference.weights[name], self._values(parameter, 0.1, 0, number)
             weight = result.weights[name]
@@ -153,10 +152,10 @@ class OptimizerShardDiagnosis:
 
     @staticmethod
     def _values(parameter: Any, size: float, *seed: int) -> Tensor:
-        """Numbers of a whole weight, random beside diagonals, which grow along the sharded dimensions."""
+        # Random beside diagonals, which grow along the sharded dimensions.
         shape = [min(count, _VALUES) for count in parameter.shape]
         for dim in range(len(shape)):
-            count = _shards(parameter, dim)
+            count = _shard_count(parameter, dim)
             shape[dim] = _ROWS * count if count > 1 else shape[dim]
         generator = torch.Generator().manual_seed(number_of(*seed))
         values = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
@@ -164,14 +163,13 @@ class OptimizerShardDiagnosis:
             rows, columns = (torch.arange(count, device="cpu") % min(shape[-2:]) for count in shape[-2:])
             values = 0.25 * values + 2.0 * (rows[:, None] == columns)
         for dim in range(len(shape)):
-            if _shards(parameter, dim) > 1:
+            if _shard_count(parameter, dim) > 1:
                 growing = torch.linspace(0.5, 2.0, shape[dim], dtype=torch.float64, device="cpu")
                 values *= growing.view([-1 if place == dim else 1 for place in range(len(shape))])
         return (size * values).to(dtype=sum_dtype(parameter.dtype), device=local(parameter).device)
 
 
-def _shards(parameter: Any, dim: int) -> int:
-    """Number of shards along a dimension."""
+def _shard_count(parameter: Any, dim: int) -> int:
     count = 1
     for place, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
         if getattr(place, "dim", None) == dim:
@@ -185,8 +183,7 @@ def _part(tensor: Tensor, parameter: Any) -> Tensor:
     return tensor[tuple(slice(first, first + size) for size, first in zip(shape, offset, strict=True))]
 
 
-def _shard(tensor: Tensor, parameter: Any) -> Tensor:
-    """Shards of a tensor in the layout of a parameter of another shape."""
+def _shard_like(tensor: Tensor, parameter: Any) -> Tensor:
     sharded: Tensor = type(parameter.data).from_local(
         _part(tensor, parameter).clone(),
         parameter.device_mesh,
