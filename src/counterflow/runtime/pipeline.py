@@ -183,7 +183,7 @@ class Pipeline(PipelineStates, PipelineProperties):
             engine.training.first_step = FirstStep(
                 self.schedule, execution, workers, self.weights, modules, self._counted
             )
-        self._sealed = True
+        engine.lease.ready = self._sealed = True
 
     def close(self) -> None:
         """End what is in flight and give back what the pipeline holds of its transport; all workers call it.

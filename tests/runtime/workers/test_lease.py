@@ -92,6 +92,23 @@ def test_a_closed_pipeline_says_so() -> None:
         run(_closed, models()[0], workers=4)
 
 
+def _after_refusal(layers: list[nn.Module]) -> float:
+    def refuse(_: Any) -> torch.optim.Optimizer:
+        raise ConfigError("refused")
+
+    x = torch.ones(8, 4)
+    with pytest.raises(ConfigError, match="refused") as refusal:
+        Pipeline(copy.deepcopy(layers), nn.functional.mse_loss, schemes.dapple(4, 4), optimizer=refuse)
+    with Pipeline(layers, nn.functional.mse_loss, schemes.dapple(4, 4), optimizer=sgd) as pipeline:
+        loss = pipeline.step(x, x).loss
+    assert refusal.tb is not None  # it has the first pipeline
+    return loss
+
+
+def test_a_pipeline_is_made_after_one_that_was_refused() -> None:
+    assert run(_after_refusal, models()[0], workers=4)[0] > 0
+
+
 def _many(layers: list[nn.Module], closes: bool) -> list[int]:
     found, made, new_group = [], [0], dist.new_group
 

@@ -26,13 +26,15 @@ class Lease(Generic[Owner]):
     number: int
     owner: weakref.ref[Owner]
     groups: list[Group] = field(default_factory=list)
+    ready: bool = False
+    """True once its pipeline is complete; one that was refused may stay alive with its error."""
     closed: bool = False
 
     def other_owners(self) -> Iterator[Owner]:
-        """All other pipelines that are alive and not closed."""
+        """All other pipelines that are complete, alive and not closed."""
         for lease in _open[self.transport]:
             owner = lease.owner()
-            if lease is not self and owner is not None:
+            if lease is not self and lease.ready and owner is not None:
                 yield cast("Owner", owner)
 
     def close(self) -> None:
