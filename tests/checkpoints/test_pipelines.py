@@ -240,6 +240,36 @@ def counting(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return Counting(parameters, lr=0.1, momentum=0.5)
 
 
+@pytest.mark.parametrize("way", ["checkpoint", "state"])
+@pytest.mark.parametrize("in_list", [False, True])
+def test_names_of_one_weight_with_different_values_are_refused(
+    tmp_path: Path, *, in_list: bool, way: str
+) -> None:
+    """An untied run's state, which has the same names, in a model that ties them; equal values fit."""
+
+    def made(*, tied: bool) -> cf.Pipeline:
+        layers: Any = model(tied)
+        return cf.Pipeline([*layers] if in_list else layers, loss, cf.schemes.dapple(2, 2), optimizer=adamw)
+
+    def work(*, equal: bool) -> None:
+        untied, tied = made(tied=False), made(tied=True)
+        state = untied.model_state_dict()
+        assert not torch.equal(state["0.weight"], state["5.weight"])
+        if equal:
+            state["5.weight"] = state["0.weight"].clone()
+            untied.load_model_state_dict(state)
+        if way == "checkpoint":
+            cf.load_checkpoint(tied, cf.save_checkpoint(untied, tmp_path / str(equal)))
+        else:
+            tied.load_model_state_dict(state)
+        for name, value in tied.model_state_dict().items():
+            assert torch.equal(value, state[name]), name
+
+    run(partial(work, equal=True))
+    with pytest.raises(ConfigError, match=r"weight and ..weight are one weight of the model and two in"):
+        run(partial(work, equal=False))
+
+
 @pytest.mark.parametrize("zero_stage", [0, 1])
 def test_what_an_optimizer_keeps_that_is_no_tensor(tmp_path: Path, zero_stage: int) -> None:
     chimera, options = cf.schemes.chimera(2, 4), {"optimizer": counting, "zero_stage": zero_stage}

@@ -17,11 +17,22 @@ from torch import Tensor
 
 from counterflow.errors import ConfigError
 from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.state_format import refuse_untied
 from counterflow.runtime.transport.base import Transport
 
 from . import files
 from .index import CHECKPOINT, INDEX, METADATA, DamagedError, Index, complete
-from .state_tables import AVERAGE, MODEL, OPTIMIZER, dtype_of, load, name_in_file, state_name, wanted
+from .state_tables import (
+    AVERAGE,
+    MODEL,
+    OPTIMIZER,
+    dtype_of,
+    load,
+    name_in_file,
+    state_name,
+    tied_keys,
+    wanted,
+)
 
 
 def load_weights(path: Path | str, *, ema: bool = False) -> dict[str, Tensor]:
@@ -155,6 +166,9 @@ class Checkpoint:
                 )
         tensors, keys = wanted(pipeline, self.index, self.place, training=training)
         self.verify(pipeline.transport)
+        for key, further_key in tied_keys(pipeline, self.index):
+            names = (name_in_file(key), name_in_file(further_key))
+            refuse_untied(self.place, names, (self.tensor(key), self.tensor(further_key)))
         fill(tensors, keys, self.index, self._slice)
         objects = self.objects(stored_key for key, stored_key in keys.items() if key not in tensors)
         state = {

@@ -197,6 +197,17 @@ def wanted(
     return tensors, keys
 
 
+def tied_keys(pipeline: Pipeline, index: Index) -> Iterator[tuple[str, str]]:
+    """Pairs of keys in a checkpoint that are one weight of the pipeline; the same on all workers."""
+    first, known = first_names(pipeline), dict[str, str]()
+    for key in index.tensors:
+        kind, of, _ = state_name(key)
+        if kind == MODEL:
+            first_key = known.setdefault(first.get(str(of), str(of)), key)
+            if first_key != key:
+                yield first_key, key
+
+
 def _refuse_other_residuals(
     pipeline: Pipeline, entries: Iterable[StateName], stored: Mapping[StateName, str], index: Index
 ) -> None:

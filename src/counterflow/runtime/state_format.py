@@ -16,6 +16,7 @@ from .parameters.local_state import (
     refuse_other_ranks,
 )
 from .parameters.loss_scale import BACKOFF, GROWTH, LossScale
+from .parameters.names import refuse_untied
 from .parameters.sharded_updates import Owners
 
 __all__ = [
@@ -31,4 +32,5 @@ __all__ = [
     "assembled",
     "extra_state_names",
     "refuse_other_ranks",
+    "refuse_untied",
 ]

@@ -73,6 +73,7 @@ def weights_of(
     ema, copies = WeightEma(stages, optimizers.parameters, transport), PendingCopies()
     state = LocalState(
         stages,
+        names=names,
         aliases=aliases,
         extra_state=extra_state,
         holders=holders,

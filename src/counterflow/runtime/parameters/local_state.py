@@ -26,7 +26,7 @@ from ..transport.base import Transport
 from .ema import WeightEma
 from .extra_state import ExtraState
 from .loss_scale import LossScale
-from .names import first_of, matching
+from .names import Names, first_of, matching
 from .optimizers import home_of
 from .parameter_placement import ParameterPlacement
 from .pending_copies import PendingCopies
@@ -50,6 +50,7 @@ class LocalState:
 
     Args:
         stages: the worker's stages.
+        names: names of the parameters of all stages.
         aliases: by the first name of a tensor that the model has under several, all its names.
         extra_state: state of the model that is in none of its layers.
         holders: by stage, the workers of a group that hold a copy.
@@ -66,6 +67,7 @@ class LocalState:
         self,
         stages: Mapping[int, LocalStage],
         *,
+        names: Names,
         aliases: Mapping[str, Sequence[str]],
         extra_state: ExtraState,
         holders: Sequence[Sequence[int]],
@@ -82,6 +84,7 @@ class LocalState:
         self._placement, self._optimizers, self._ema = placement, optimizers, ema
         self._loss_scale, self._copies = loss_scale, copies
         self._every_name = {name: tuple(names) for names in aliases.values() for name in names}
+        self._tied_names = _tied_names(names, aliases)
 
     def state_dict(self) -> dict[str, Any]:
         """Parameters, buffers and extra state at hand, by all names; on the CPU.
@@ -139,7 +142,7 @@ class LocalState:
         """Take the weights at hand from a model's state.
 
         Raises:
-            ConfigError: a name is missing, or a shape differs.
+            ConfigError: a name is missing, a shape differs, or names of one weight have different values.
         """
         self._copies.order()
         parts = []
@@ -147,7 +150,8 @@ class LocalState:
             for layer in local_stage.with_weights:
                 part = {}
                 for name, value in layer.state().items():
-                    part[name] = saved = matching(state, self._names_of(layer.names[name]), value)
+                    full = layer.names[name]
+                    part[name] = saved = matching(state, (full, *self._tied_names.get(full, ())), value)
                     if isinstance(value, Tensor) and is_dtensor(value):
                         part[name] = like(value, part_of(saved.to(value.device), value).clone())
                 parts.append((layer, part))
@@ -291,6 +295,15 @@ class LocalState:
             lambda name: first_of(average, self._names_of(name)),
             max(state["averaged"].values(), default=0),
         )
+
+
+def _tied_names(names: Names, aliases: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """By each name of a weight with several, the other ones, on whatever stages."""
+    by_first = {first: {*same} for first, same in aliases.items()}
+    for of_stage in names:
+        for name, first in of_stage:
+            by_first.setdefault(first, {first}).add(name)
+    return {name: sorted(same - {name}) for same in by_first.values() if len(same) > 1 for name in same}
 
 
 def refuse_other_ranks(name: str, saved: Iterable[str], holders: Iterable[int], rank: str) -> None:

@@ -75,13 +75,36 @@ def matching(state: Mapping[str, Any], names: Sequence[str], local: Any) -> Any:
     """Saved form of a value in a model's state, under one of the value's names.
 
     Raises:
-        ConfigError: no name is there, or a tensor's shape differs.
+        ConfigError: no name is there, a tensor's shape differs, or names of one weight have different values.
     """
-    known = next((name for name in names if name in state), None)
-    if known is None:
+    known = [name for name in names if name in state]
+    if not known:
         raise ConfigError(f"the state has no {names[0]!r}")
-    value = state[known]
+    value = state[known[0]]
+    for name in known[1:]:
+        refuse_untied("the state", (known[0], name), (value, state[name]))
     shape = tuple(value.shape) if isinstance(value, Tensor) else None
     if isinstance(local, Tensor) and shape != tuple(local.shape):
         raise ConfigError(f"{names[0]} has shape {shape} in the state, {tuple(local.shape)} in the model")
     return value
+
+
+def refuse_untied(place: str, names: tuple[str, str], values: tuple[object, object]) -> None:
+    """Refuse a state in which two names of one weight have different values.
+
+    Args:
+        place: the state, in the message.
+        names: two names of a weight of the model.
+        values: their values in the state.
+
+    Raises:
+        ConfigError: the values differ.
+    """
+    first, second = values
+    if first is second or not (isinstance(first, Tensor) and isinstance(second, Tensor)):
+        return
+    if first.shape != second.shape or not first.equal(second.to(first.device, first.dtype)):
+        raise ConfigError(
+            f"{names[0]} and {names[1]} are one weight of the model and two in {place}, with different "
+            "values; load it into a model that does not tie them"
+        )
