@@ -103,10 +103,15 @@ def test_compiled_layers_draw_for_a_half_what_they_draw_when_computed_again() ->
 def test_changes_in_place_in_compiled_layers_are_right_where_layers_are_computed_again() -> None:
     def job(recompute: Any, compiled: str | bool = "aot_eager") -> list[float]:
         torch.manual_seed(0)
-        layers = [nn.Sequential(nn.Linear(4, 4), nn.ELU(inplace=True)) for _ in range(2)]
+        layers: list[nn.Module] = [nn.Sequential(nn.Linear(4, 4), nn.ELU(inplace=True)), nn.Linear(4, 4)]
+        layers += [
+            nn.ELU(inplace=True),
+            nn.Linear(4, 4),
+            nn.ELU(inplace=True),
+        ]  # first in a stage, and within
         pipeline = cf.Pipeline(
             layers, nn.functional.mse_loss, cf.schemes.dapple(2, 2), recompute=recompute,
-            optimizer=partial(torch.optim.SGD, lr=0.1), compile=compiled,
+            optimizer=partial(torch.optim.SGD, lr=0.1), compile=compiled, cuts=[2],
         )  # fmt: skip
         inputs = torch.arange(16.0).view(4, 4) / 16
         return [pipeline.step(inputs, torch.ones(4, 4)).loss for _ in range(3)]
@@ -114,6 +119,7 @@ def test_changes_in_place_in_compiled_layers_are_right_where_layers_are_computed
     torch._dynamo.reset()
     run = partial(launch, job, workers=2, transport="local", timeout_seconds=60)
     expected = pytest.approx(run("none", False)[0], rel=1e-6)
+    assert run("none")[0] == expected
     assert run("stage")[0] == expected
     assert run("layer")[0] == expected
 

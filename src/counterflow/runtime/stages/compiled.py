@@ -25,7 +25,7 @@ from counterflow.errors import ConfigError
 
 from ..messages.values import Value
 from .buffers import Buffers
-from .input_guard import copied
+from .input_guard import copied, non_leaf
 from .named_layer import NamedLayer, place_of
 from .randomness import RandomStreams
 from .sample_rows import SampleRows
@@ -233,7 +233,7 @@ class Drawing(StageWrapper):
             for layer in layers:
                 with self._streams.layer(layer.index, step, rows):
                     states = self._streams.states()
-                    value = mapped(_cut, called(layer.module, value, step, rows))
+                    value = mapped(_cut, called(layer.module, mapped(non_leaf, value), step, rows))
                     drew = not self._streams.drew_nothing(states)
                 self._draws[layer.index] = drew or _drops(layer.module)
         buffers.restore(contents)
