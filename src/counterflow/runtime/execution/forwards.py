@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from counterflow.api.skip import Carried
 from counterflow.common.trees import each_tensor, mapped
+from counterflow.errors import ConfigError
 from counterflow.program.actions import Compute
 from counterflow.schedule.modes import Recompute
 
@@ -58,7 +59,7 @@ class RunForward(RunOp):
         super().__init__(action, tools, period_offset)
         self.ends_losses = False
         """True if all losses of the mini-batch exist after it."""
-        self._messages = self.in_flight.messages
+        self._messages, self._shares = self.in_flight.messages, False
         self._sliced = self.op.parts > 1
         self._make_pass = self.local_stage.pass_maker(splits=self.splits, sliced=self._sliced)
         self._joins = self.local_stage.recompute is Recompute.STAGE and len(self.units) > 1
@@ -82,6 +83,7 @@ class RunForward(RunOp):
                     batch.inputs.used(unit.micro_batch)
         else:
             received = self.source.receive(self.units, leaf, as_leaves=batch.training)
+            self._shares = any(structure is not None and structure.shares for structure, *_ in received)
             inputs = [
                 ForwardInput(unit, tensors, unflatten_value(structure, tensors), buffers, all_rows[unit])
                 for unit, (structure, tensors, buffers) in zip(self.units, received, strict=True)
@@ -104,6 +106,12 @@ class RunForward(RunOp):
                 output = self._diagnosed_forward(batch, unit_input, unit_pass)
             else:
                 output = unit_pass.forward(unit_input.tensors, unit_input.value)
+            if self._shares and self.local_stage.entry.changes:
+                raise ConfigError(
+                    f"stage {self.stage} changes a tensor in place that it was given with another one in the "
+                    "same memory (a view), which messages take apart: in one process both would change; "
+                    "clone it in the layer before, or do not change it in place"
+                )
             outputs.append(self._save(batch, unit_input, unit_pass, output))
         return outputs
 

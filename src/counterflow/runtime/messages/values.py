@@ -10,7 +10,9 @@ import hashlib
 import pickle
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from counterflow.common.mappings import PLAIN, flat_with_paths, register_mapping_classes
 from counterflow.common.numbering import number_of
+from counterflow.common.tensors.graphs import pointer
 from counterflow.common.tensors.torch_private import storage_uses
 from counterflow.common.trees import tensors_in
 from counterflow.errors import ConfigError
@@ -97,6 +100,7 @@ class Structure:
             as one tensor after the rest.
         flat: tuple or list, for a value that is a tuple or list of tensors alone.
         masks: True if it contains block masks.
+        shares: True if two of its tensors have elements in the same memory, which messages take apart.
     """
 
     spec: pytree.TreeSpec
@@ -105,17 +109,18 @@ class Structure:
     numbers: tuple[type, ...] = ()
     flat: type | None = None
     masks: bool = False
+    shares: bool = field(default=False, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as a tree with placeholder leaves, from which every process makes its own structure."""
         tree = pytree.tree_unflatten([_LEAF] * len(self.at), self.spec)
-        return _structure, (tree, self.at, self.constants, self.numbers, self.flat, self.masks)
+        return _structure, (tree, self.at, self.constants, self.numbers, self.flat, self.masks, self.shares)
 
 
 def _structure(tree: Any, *rest: Any) -> Structure:
     register_mapping_classes(tree)
     structure = Structure(pytree.tree_structure(tree), *rest)
-    if structure.flat is None or len(structure.at) > _LONGEST:
+    if structure.flat is None or structure.shares or len(structure.at) > _LONGEST:
         return structure
     # One object for all equal structures, so that they are compared by identity.
     return _flat.setdefault((structure.flat, len(structure.at)), structure)
@@ -154,6 +159,9 @@ CONSTANT, NUMBER = -1, -2
 _EXACT = 2**53
 """Ints up to this are exact as float64."""
 
+_LARGEST_MEMORY = 2**28
+"""Elements up to which the common elements of two tensors are looked for."""
+
 _flat: dict[tuple[type, int], Structure] = {}
 """Structures of tuples and lists of tensors, by length, which is at most ``_LONGEST``."""
 _LONGEST = 64
@@ -176,11 +184,11 @@ def flatten_value(value: object, place: str) -> tuple[Structure | None, list[Ten
     if kind is tuple or kind is list:
         count = len(value)  # type: ignore[arg-type]
         if all(isinstance(v, Tensor) for v in value) and len({id(v) for v in value}) == count:  # type: ignore[attr-defined]
-            structure = _flat.get((kind, count))
-            if structure is None:
+            structure, shares = _flat.get((kind, count)), _share_elements(value)  # type: ignore[arg-type]
+            if structure is None or shares:
                 spec = pytree.tree_flatten(value)[1]
-                structure = Structure(spec, tuple(range(count)), flat=kind)
-                if count <= _LONGEST:
+                structure = Structure(spec, tuple(range(count)), flat=kind, shares=shares)
+                if count <= _LONGEST and not shares:
                     _flat[kind, count] = structure
             return structure, [_dense(tensor, place) for tensor in value]  # type: ignore[attr-defined]
     return _flatten_value(value, place)
@@ -228,10 +236,41 @@ def _flatten_value(value: object, place: str) -> tuple[Structure, list[Tensor]]:
             return _flatten_value(value, place)
         else:
             raise ConfigError(_refused(value, leaf, place))
-    kinds = tuple(type(number) for number in numbers)
+    kinds, shares = tuple(type(number) for number in numbers), _share_elements(tensors)
     if numbers:  # as bits: no gradient is made for them, and they are not rounded
         tensors.append(torch.tensor(numbers, dtype=torch.float64, device="cpu").view(torch.int64))
-    return Structure(spec, tuple(at), tuple(constants), kinds, masks=masks), tensors
+    return Structure(spec, tuple(at), tuple(constants), kinds, masks=masks, shares=shares), tensors
+
+
+def _share_elements(tensors: Sequence[Tensor]) -> bool:
+    if len(tensors) < 2:
+        return False
+    by_memory: dict[int, list[tuple[tuple[int, ...], tuple[int, ...], int]]] = {}
+    for tensor in tensors:
+        address = 0 if tensor.layout is not torch.strided or tensor.is_nested else pointer(tensor)
+        if address:
+            layouts = by_memory.setdefault(address, [])
+            layouts.append((tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())))
+    return len(by_memory) < len(tensors) and any(
+        _overlap(*pair) for layouts in by_memory.values() for pair in combinations(layouts, 2)
+    )
+
+
+@lru_cache(maxsize=1024)
+def _overlap(*layouts: tuple[tuple[int, ...], tuple[int, ...], int]) -> bool:
+    """True if tensors of some shapes, strides and offsets in one memory have a common element."""
+    ends = [
+        offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
+        for shape, strides, offset in layouts
+    ]
+    if any(0 in shape for shape, *_ in layouts) or max(offset for *_, offset in layouts) >= min(ends):
+        return False
+    if max(ends) > _LARGEST_MEMORY:
+        return True
+    used = torch.zeros(max(ends), dtype=torch.bool, device="cpu")
+    first, second = (used.as_strided(*layout) for layout in layouts)
+    first.fill_(value=True)
+    return bool(second.any())
 
 
 def _refused(value: object, leaf: object, place: str) -> str:
