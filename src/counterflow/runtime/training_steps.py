@@ -82,6 +82,9 @@ class TrainingSteps:
                 batch = self._intake.batch(
                     checked, CallKind.STEP if update else CallKind.KEEP, outputs=outputs
                 )
+                if self._weights.owners is not None and batch.compared and not runner.in_flight:
+                    # An update ends with the owners' weights everywhere, so that it hides differences.
+                    self._weights.check_copies(f"before step {guard.steps}")
                 first_step, self.first_step = self.first_step, None
                 if first_step is not None:
                     first_step.check(batch)

@@ -195,3 +195,25 @@ def test_a_weight_of_several_stages_is_compared_between_them() -> None:
 
     with pytest.raises(WorkerError, match=r"after 1 steps the copies of 0\.weight on ranks 0 and 1 differ"):
         run(work, workers=2)
+
+
+def test_a_change_that_the_next_update_of_sharded_states_would_hide_is_told() -> None:
+    layers = [nn.Linear(4, 4, dtype=torch.float64) for _ in range(3)]
+    tied = [*layers, Tied(layers[0])]
+
+    def work() -> None:
+        pipeline = Pipeline(
+            tied,
+            mean_square,
+            schemes.dapple(2, 4),
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+            zero_stage=1,
+            digest_every=2,
+        )
+        for step in range(4):
+            if step == 3 and pipeline.worker:
+                next(pipeline.stages[1].layers[1].module.parameters()).data[0] += 1e-9
+            pipeline.step(*numbers(step))
+
+    with pytest.raises(WorkerError, match=r"before step 3 the copies of 0\.weight on ranks 0 and 1 differ"):
+        run(work, workers=2)
