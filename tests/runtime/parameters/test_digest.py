@@ -198,10 +198,10 @@ def test_a_weight_of_several_stages_is_compared_between_them() -> None:
 
 
 def test_a_change_that_the_next_update_of_sharded_states_would_hide_is_told() -> None:
-    layers = [nn.Linear(4, 4, dtype=torch.float64) for _ in range(3)]
-    tied = [*layers, Tied(layers[0])]
-
     def work() -> None:
+        torch.manual_seed(0)
+        layers = [nn.Linear(4, 4, dtype=torch.float64) for _ in range(3)]
+        tied = [*layers, Tied(layers[0])]
         pipeline = Pipeline(
             tied,
             mean_square,
@@ -212,7 +212,7 @@ def test_a_change_that_the_next_update_of_sharded_states_would_hide_is_told() ->
         )
         for step in range(4):
             if step == 3 and pipeline.worker:
-                next(pipeline.stages[1].layers[1].module.parameters()).data[0] += 1e-9
+                next(tied[3].parameters()).data[0] += 1e-9
             pipeline.step(*numbers(step))
 
     with pytest.raises(WorkerError, match=r"before step 3 the copies of 0\.weight on ranks 0 and 1 differ"):
