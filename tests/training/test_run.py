@@ -20,6 +20,7 @@ from counterflow import ConfigError, load_weights
 from counterflow.checkpoints.reader import Checkpoint
 from counterflow.checkpoints.saver import Saver
 from counterflow.errors import WorkerError
+from counterflow.integrations.conversion import convert
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule.formats import loads
@@ -364,6 +365,19 @@ def test_a_folder_that_a_worker_does_not_see(
     with pytest.raises(ConfigError, match=r"rank 1 does not see .*run, where rank 0 writes .* train\.out"):
         train(train__steps=1)
     assert not list(tmp_path.glob("run/.*"))
+
+
+def test_a_run_begins_with_a_file_that_has_a_tied_weight_once(train: Train, tmp_path: Path) -> None:
+    train("tied", model__tied=True, train__steps=1)
+    convert(tmp_path / "tied", tmp_path / "weights.safetensors")
+    convert(tmp_path / "weights.safetensors", tmp_path / "begin")
+    weights = load_weights(tmp_path / "tied")
+    assert load_weights(tmp_path / "begin").keys() == weights.keys() - {"3.output.weight"}
+    changes = {"train__steps": 1, "optimizer__learning_rate": 1e-9}
+    train("again", model__tied=True, train__resume=tmp_path / "begin", **changes)
+    again = load_weights(tmp_path / "again")
+    assert again.keys() == weights.keys()
+    torch.testing.assert_close(again["3.output.weight"], weights["0.tokens.weight"], rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +162,27 @@ def read(start: Checkpoint, pipeline: Pipeline, *, auto: bool) -> None:
         ) from None
 
 
+def _saved_shapes(
+    start: Checkpoint, layers: Iterable[tuple[Mapping[str, str], nn.Module]]
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of a checkpoint's weights and buffers, by all names that the checkpoint and the model know."""
+    shapes = {
+        key.removeprefix(f"{MODEL}/"): stored.shape
+        for key, stored in start.index.tensors.items()
+        if key.startswith(f"{MODEL}/")
+    }
+    groups = [[first, *names] for first, names in start.index.aliases.items()]
+    tied: dict[int, list[str]] = {}
+    for names, layer in layers:
+        for name, parameter in layer.named_parameters(remove_duplicate=False):
+            tied.setdefault(id(parameter), []).append(names[name])
+    for group in (*groups, *tied.values()):  # of a tied weight one name is enough
+        shape = next((shapes[name] for name in group if name in shapes), None)
+        if shape is not None:
+            shapes = dict.fromkeys(group, shape) | shapes
+    return shapes
+
+
 def check(start: Checkpoint, bundle: ModelAndData, config: RunConfig) -> None:
     """Refuse a checkpoint of another model, optimiser or data, or a run that would make no step.
 
@@ -178,13 +199,6 @@ def check(start: Checkpoint, bundle: ModelAndData, config: RunConfig) -> None:
     place, kind, steps = start.place, config.optimizer.name, config.train.steps
     auto = config.train.resume == AUTO
     model, list_layers = bundle.model, bundle.list_layers
-    saved_shapes = {
-        key.removeprefix(f"{MODEL}/"): stored.shape
-        for key, stored in start.index.tensors.items()
-        if key.startswith(f"{MODEL}/")
-    }
-    for first, names in start.index.aliases.items():
-        saved_shapes |= {name: saved_shapes[first] for name in names if first in saved_shapes}
     layers, names_of = layers_of(model, list_layers), state_names(model, list_layers)
     state = {
         names[name]: value
@@ -194,6 +208,7 @@ def check(start: Checkpoint, bundle: ModelAndData, config: RunConfig) -> None:
     if isinstance(model, nn.Module):
         whole_state = model.state_dict()
         state |= {name: whole_state[name] for name in extra_state_names(model, names_of)}
+    saved_shapes = _saved_shapes(start, zip(names_of, layers, strict=True))
     shapes = {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
     for name in sorted(shapes.keys() ^ saved_shapes.keys()):
         where = "the checkpoint" if name in saved_shapes else "the config's model"
