@@ -165,7 +165,7 @@ def read(start: Checkpoint, pipeline: Pipeline, *, auto: bool) -> None:
 def _saved_shapes(
     start: Checkpoint, layers: Iterable[tuple[Mapping[str, str], nn.Module]]
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes of a checkpoint's weights and buffers, by all names that the checkpoint and the model know."""
+    # By all names that the checkpoint and the model know.
     shapes = {
         key.removeprefix(f"{MODEL}/"): stored.shape
         for key, stored in start.index.tensors.items()

@@ -252,13 +252,13 @@ def _share_elements(tensors: Sequence[Tensor]) -> bool:
             layouts = by_memory.setdefault(address, [])
             layouts.append((tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())))
     return len(by_memory) < len(tensors) and any(
-        _overlap(*pair) for layouts in by_memory.values() for pair in combinations(layouts, 2)
+        _have_common_element(*pair) for layouts in by_memory.values() for pair in combinations(layouts, 2)
     )
 
 
 @lru_cache(maxsize=1024)
-def _overlap(*layouts: tuple[tuple[int, ...], tuple[int, ...], int]) -> bool:
-    """True if tensors of some shapes, strides and offsets in one memory have a common element."""
+def _have_common_element(*layouts: tuple[tuple[int, ...], tuple[int, ...], int]) -> bool:
+    # Layouts are shapes, strides and offsets in one memory.
     ends = [
         offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
         for shape, strides, offset in layouts

@@ -298,7 +298,7 @@ class LocalState:
 
 
 def _tied_names(names: Names, aliases: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """By each name of a weight with several, the other ones, on whatever stages."""
+    # By each name of a weight with several, the rest of them, on whatever stages.
     by_first = {first: {*same} for first, same in aliases.items()}
     for of_stage in names:
         for name, first in of_stage:
