@@ -42,9 +42,9 @@ class RecordingMode(FakeTensorMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Result of an operator on fake tensors."""
-        named = dict(kwargs or {})
         if func is not torch.ops.aten._grouped_mm.default:
-            return super().__torch_dispatch__(func, types, args, named)
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+        named = dict(kwargs or {})
         dtype = named.pop("out_dtype", None) or args[0].dtype
         factors = [factor.to(torch.bfloat16) for factor in args[:2]]
         result: Any = super().__torch_dispatch__(func, types, (*factors, *args[2:]), named)

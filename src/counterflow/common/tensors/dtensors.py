@@ -35,11 +35,17 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return cast("Any", tensor).full_tensor() if is_dtensor(tensor) else tensor
 
 
-def like(parameter: Tensor, part: Tensor) -> Tensor:
-    """Make a tensor of the layout of a parameter, with ``part`` as the memory of this rank's part."""
+def like(parameter: Tensor, part: Tensor, full: Tensor | None = None) -> Tensor:
+    """Make a tensor of the layout of a parameter, with ``part`` as the memory of this rank's part.
+
+    Args:
+        parameter: the parameter.
+        part: this rank's part.
+        full: tensor with the shape and strides of all parts; None: those of the parameter.
+    """
     if not is_dtensor(parameter):
         return part
-    known = cast("Any", parameter)
+    known, sizes = cast("Any", parameter), parameter if full is None else full
     return cast(
         "Tensor",
         type(known.data).from_local(
@@ -47,8 +53,8 @@ def like(parameter: Tensor, part: Tensor) -> Tensor:
             known.device_mesh,
             known.placements,
             run_check=False,
-            shape=known.shape,
-            stride=known.stride(),
+            shape=sizes.shape,
+            stride=sizes.stride(),
         ),
     )
 

@@ -124,8 +124,7 @@ class RoutedForward:
 @contextmanager
 def _undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
     modes = [(submodule, submodule.training) for submodule in module.modules()]
-    devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
         for submodule, _ in modes:
             submodule.training = False
         try:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from counterflow.common.numbering import number_of
-from counterflow.common.tensors.dtensors import is_dtensor, local
+from counterflow.common.tensors.dtensors import is_dtensor, like, local
 from counterflow.common.tensors.dtypes import sum_dtype
 from counterflow.common.tensors.torch_private import local_shape_and_offset
 from counterflow.errors import ConfigError
@@ -119,7 +119,9 @@ class OptimizerShardDiagnosis:
         copies: dict[str, nn.Parameter] = {}
         for number, (name, parameter) in enumerate(self._probed.items()):
             values = self._values(parameter, 0.1, 0, number)
-            copies[name] = nn.Parameter(_shard_like(values, parameter) if sharded else values)
+            copies[name] = nn.Parameter(
+                like(parameter, _part(values, parameter).clone(), values) if sharded else values
+            )
             attributes = vars(parameter).items()
             vars(copies[name]).update((key, value) for key, value in attributes if not key.startswith("_"))
         optimizer = self._make([*copies.items()])
@@ -131,7 +133,9 @@ class OptimizerShardDiagnosis:
         for step in range(1, _STEPS + 1):
             for number, (name, parameter) in enumerate(self._probed.items()):
                 gradient = self._values(parameter, 1.0, step, number)
-                copies[name].grad = _shard_like(gradient, parameter) if sharded else gradient
+                copies[name].grad = (
+                    like(parameter, _part(gradient, parameter).clone(), gradient) if sharded else gradient
+                )
             optimizer.step()
         drew = not torch.equal(before, torch.default_generator.get_state())
         return _Result({name: copy.detach() for name, copy in copies.items()}, drew)
@@ -181,15 +185,3 @@ def _part(tensor: Tensor, parameter: Any) -> Tensor:
     layout = {"device_mesh": parameter.device_mesh, "placements": parameter.placements}
     shape, offset = local_shape_and_offset(SimpleNamespace(shape=tensor.shape, **layout))
     return tensor[tuple(slice(first, first + size) for size, first in zip(shape, offset, strict=True))]
-
-
-def _shard_like(tensor: Tensor, parameter: Any) -> Tensor:
-    sharded: Tensor = type(parameter.data).from_local(
-        _part(tensor, parameter).clone(),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
-    return sharded
