@@ -7,7 +7,7 @@ between forwards.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any, Protocol
 
 import torch
@@ -336,10 +336,8 @@ class CapturedLayer(nn.Module):
         return torch.get_default_dtype() if source is None else source.dtype
 
     def _device(self, values: Mapping[Ref, Tensor]) -> torch.device:
-        return next(
-            (tensor.device for tensor in (*values.values(), *self.parameters(), *self.buffers())),
-            torch.device("cpu"),
-        )
+        tensors = chain(values.values(), self.parameters(), self.buffers())
+        return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
 def _entered(

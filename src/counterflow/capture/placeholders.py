@@ -6,7 +6,7 @@ may share it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
@@ -98,26 +98,76 @@ class Around(NamedTuple):
     device: torch.device
 
 
-def _span(span: PlaceholderSlice, around: Around) -> slice:
-    return slice(*(read(part, around) for part in (span.start, span.stop, span.step)))
+_Read = Callable[[Around], Any]
 
 
-_READ: dict[type, Callable[[Any, Around], Any]] = {
-    Ref: lambda leaf, around: around.values[leaf],
-    Member: lambda leaf, around: around.members[leaf.name],
-    Size: lambda leaf, around: leaf.of(around.sizes),
-    OfDtype: lambda leaf, around: (
-        getattr(torch.finfo(around.dtype), leaf.limit) if leaf.limit else around.dtype
-    ),
-    OfDevice: lambda _, around: around.device,
-    PlaceholderSlice: _span,
+def _read_size(size: Size) -> _Read:
+    factor, more, groups = size.factor, size.more, size.groups
+    if size.kind is not int or factor.denominator > 1 or more.denominator > 1:
+        return lambda around: size.of(around.sizes)
+    times, plus = factor.numerator, more.numerator
+    if len(groups) == 1:
+        group = groups[0]
+        return lambda around: times * around.sizes[group] + plus
+    return lambda around: times * prod(around.sizes[group] for group in groups) + plus
+
+
+def _read_span(span: PlaceholderSlice) -> _Read:
+    start, stop, step = map(_reader, (span.start, span.stop, span.step))
+    return lambda around: slice(start(around), stop(around), step(around))
+
+
+def _read_member(leaf: Member) -> _Read:
+    name = leaf.name
+    return lambda around: around.members[name]
+
+
+def _read_dtype(leaf: OfDtype) -> _Read:
+    limit = leaf.limit
+    if limit:
+        return lambda around: getattr(torch.finfo(around.dtype), limit)
+    return lambda around: around.dtype
+
+
+_READERS: dict[type, Callable[[Any], _Read]] = {
+    Ref: lambda leaf: lambda around: around.values[leaf],
+    Member: _read_member,
+    Size: _read_size,
+    OfDtype: _read_dtype,
+    OfDevice: lambda _: lambda around: around.device,
+    PlaceholderSlice: _read_span,
 }
 
 
-def read(leaf: Any, around: Around) -> Any:
-    """Value of one leaf of a template."""
-    reads = _READ.get(type(leaf))
-    return leaf if reads is None else reads(leaf, around)
+def _reader(leaf: Any) -> _Read:
+    make = _READERS.get(type(leaf))
+    return (lambda _: leaf) if make is None else make(leaf)
+
+
+def _build(numbers: Any, leaves: Sequence[Any]) -> _Read:
+    """Builder of a tree. Torch's own looks up the kind of each node in each call.
+
+    Args:
+        numbers: the tree with the numbers of its leaves.
+        leaves: its leaves.
+    """
+    kind = type(numbers)
+    if kind is tuple or kind is list:
+        return _build_row(kind, [_build(node, leaves) for node in numbers])
+    if kind is dict:
+        items = [(key, _build(node, leaves)) for key, node in numbers.items()]
+        return lambda around: {key: read(around) for key, read in items}
+    if kind is int:
+        return _reader(leaves[numbers])
+    places, spec = pytree.tree_flatten(numbers)
+    reads = [_reader(leaves[place]) for place in places]
+    return lambda around: pytree.tree_unflatten([read(around) for read in reads], spec)
+
+
+def _build_row(kind: type[list[Any]] | type[tuple[Any, ...]], reads: Sequence[_Read]) -> _Read:
+    if kind is list:
+        return lambda around: [read(around) for read in reads]
+    return lambda around: tuple([read(around) for read in reads])  # a list is quicker than a generator
 
 
 class Template:
@@ -128,13 +178,17 @@ class Template:
         spec: structure of the tree.
     """
 
-    __slots__ = ("_stand_ins", "parts", "refs", "spec")
+    __slots__ = ("_read", "parts", "refs", "spec")
 
     def __init__(self, leaves: list[Any], spec: pytree.TreeSpec) -> None:
         self.parts, self.spec = leaves, spec
-        self._stand_ins = [(i, leaf) for i, leaf in enumerate(leaves) if type(leaf) in _READ]
+        self._read: _Read | None = None
         self.refs = frozenset(leaf for leaf in self.leaves() if type(leaf) is Ref)
         """References to tensors of other steps."""
+
+    def __reduce__(self) -> tuple[type[Template], tuple[list[Any], pytree.TreeSpec]]:
+        """Its arguments: functions of a builder cannot be pickled."""
+        return Template, (self.parts, self.spec)
 
     def leaves(self) -> list[Any]:
         """All leaves, including those within slices."""
@@ -143,7 +197,7 @@ class Template:
 
     def filled(self, around: Around) -> Any:
         """The tree with its tensors."""
-        leaves = list(self.parts)
-        for index, leaf in self._stand_ins:
-            leaves[index] = _READ[type(leaf)](leaf, around)
-        return pytree.tree_unflatten(leaves, self.spec)
+        if self._read is None:
+            numbers = pytree.tree_unflatten(list(range(len(self.parts))), self.spec)
+            self._read = _build(numbers, self.parts)
+        return self._read(around)
