@@ -42,6 +42,7 @@ from .headers import (
 )
 from .pending import Transfer
 from .staging import CopyOut, PendingSend, SendReaper, Stager, cuda_copy_out
+from .thread_policy import batch_policy
 from .worker_watch import Watch
 
 _T = TypeVar("_T")
@@ -290,11 +291,12 @@ class ProcessControl(Control):
             # A group bound to a device has one NCCL stream for all its messages, where a receive posted early
             # holds up sends to other peers; one that is not has a stream for each pair.
             world.bound_device_id = None
-            group = self.collective(
-                lambda: dist.new_group(
-                    list(ranks), timeout=timeout or self._timeout, backend=backend, pg_options=options
+            with batch_policy() if backend == "gloo" else contextlib.nullcontext():
+                group = self.collective(
+                    lambda: dist.new_group(
+                        list(ranks), timeout=timeout or self._timeout, backend=backend, pg_options=options
+                    )
                 )
-            )
         finally:
             world.bound_device_id = bound
         if self.rank not in ranks:
