@@ -1,6 +1,7 @@
 """Durations of messages and all-reduces between workers, measured with the transport that will carry them.
 
 Invariant: the measured time is that of a worker's wait: from the call that begins to the return of the wait.
+Workers on cores compute before, as in a step: then a thread that carries messages waits for its core.
 """
 
 from __future__ import annotations
@@ -73,12 +74,24 @@ def _measured(
     quiet = _is_quiet(transport)
     for turn in range(repeats + max(2, repeats // 3)):
         transport.gather([0.0])  # all begin together
+        _compute(transport)
         seconds = run(tensor)
         if seconds is not None and turn >= max(2, repeats // 3):
             durations.append(seconds)
     quiet = _is_quiet(transport) or quiet  # all workers ask; another program goes on, a moment does not
     seconds = quiet_seconds(durations, quiet=quiet) if durations else 0.0
     return Travel(size, max(row[0] for row in transport.gather([seconds])))
+
+
+_COMPUTE_SECONDS = 0.001
+"""Time for which workers on cores compute before a message."""
+
+
+def _compute(transport: Transport) -> None:
+    if transport.device.type == "cpu":
+        begin = time.perf_counter()
+        while time.perf_counter() - begin < _COMPUTE_SECONDS:
+            pass
 
 
 _PROBE_SECONDS = 0.02
