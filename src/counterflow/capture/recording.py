@@ -18,6 +18,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
+from counterflow.common.tensors.fake_layers import silent_fake_tensors
 from counterflow.errors import ConfigError
 
 from .guards import HOOK, Environment, Guards, RecordDependencies, guards_of
@@ -30,7 +31,7 @@ from .python_state import Plain, Unknown
 from .record import Record
 from .recutting import Uncut, crossings_of, places_of
 from .sizes import Varies, refuse_differences, sizes_of
-from .tracing_internals import saved_without_hooks, silent_fake_tensors
+from .tracing_internals import saved_without_hooks
 from .untraceable import Unfollowed, clear_frames
 
 _CAPTURING = threading.Lock()

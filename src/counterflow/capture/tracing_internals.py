@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -16,6 +15,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from counterflow.common.tensors.fake_layers import ShapeMode
 
 from .output_hooks import is_output_hook
 
@@ -27,45 +28,14 @@ if torch.__version__ < "2.13":
         pass
 
 
-class RecordingMode(FakeTensorMode):
-    """Mode of the tensors of recordings, of which none is left after these.
-
-    Shapes of ``torch.nn.functional.grouped_mm`` are those in bfloat16: torch knows no others without values,
-    and computes all dtypes with them.
-    """
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Result of an operator on fake tensors."""
-        if func is not torch.ops.aten._grouped_mm.default:
-            return super().__torch_dispatch__(func, types, args, kwargs or {})
-        named = dict(kwargs or {})
-        dtype = named.pop("out_dtype", None) or args[0].dtype
-        factors = [factor.to(torch.bfloat16) for factor in args[:2]]
-        result: Any = super().__torch_dispatch__(func, types, (*factors, *args[2:]), named)
-        return result.to(dtype)
+class RecordingMode(ShapeMode):
+    """Mode of the tensors of recordings, of which none is left after these."""
 
 
 # FakeTensorMode: tensors with shapes but no values that report a device. Without it: the
 # meta device, whose tensors report that device.
 # ShapeEnv: lets a fake tensor have a size that depends on its values. Without it: modules that need one fail.
 # TorchDispatchMode: intercepts every operator, as torch's notes on extending describe. Without it: no costs.
-
-
-@contextmanager
-def silent_fake_tensors() -> Iterator[None]:
-    """Silence torch's log of each failed attempt. Without it: the log has them."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
 
 
 def memory_of(tensor: Tensor) -> int:

@@ -13,11 +13,10 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from counterflow.api.aux_loss import added_losses
-from counterflow.common.tensors.fake_layers import fake_layers, saved_storages, storages_of
+from counterflow.common.tensors.fake_layers import fake_layers, saved_storages, shapes_alone, storages_of
 from counterflow.common.trees import tensors_in
 
 
@@ -47,11 +46,10 @@ def passes_of(
     Returns:
         The tensors of the inputs, without memory, and the pass of each layer.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
     devices = [tensor.device for tensor in tensors_in(inputs)]
     device = devices[0] if devices and devices[0].type != "meta" else torch.device("cpu")
     passes = []
-    with mode, torch.inference_mode(mode=False), torch.enable_grad(), added_losses():
+    with shapes_alone(), added_losses():
         copies, value, weights = fake_layers(layers, inputs, device, dtype)
         constant = storages_of(weights)
         tensors = [*tensors_in(value)]

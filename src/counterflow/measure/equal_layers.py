@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from counterflow.api.aux_loss import added_losses
 from counterflow.api.skip import LoadSkip, SaveSkip
 from counterflow.capture.layer import CapturedLayer
-from counterflow.common.tensors.fake_layers import fake_layers, saved_storages
+from counterflow.common.tensors.fake_layers import fake_layers, saved_storages, shapes_alone
 
 from .content_digests import settings_of
 from .operator_digests import OperatorRecorder, detached, differentiate
@@ -88,9 +87,8 @@ def flows_of(
     """
     flows = []
     backwards: dict[Hashable, str] = {}
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with fake, torch.inference_mode(mode=False), torch.enable_grad():
+        with shapes_alone():
             copies, value, _ = fake_layers(layers, inputs, torch.device("cpu"))
             for layer in copies:
                 before = Boundary.of(value)

@@ -3,16 +3,64 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from counterflow.common.tensors.torch_private import keeps_statistics
 from counterflow.common.trees import mapped
+
+_GROUPED_PRODUCT = "aten::_grouped_mm"
+"""Operator of ``torch.nn.functional.grouped_mm``."""
+
+
+class ShapeMode(FakeTensorMode):
+    """Mode of fake tensors.
+
+    Shapes of ``torch.nn.functional.grouped_mm`` are those in bfloat16: torch knows no others without values,
+    and computes all dtypes with them.
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Result of an operator on fake tensors."""
+        if func.name() != _GROUPED_PRODUCT:
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+        named = dict(kwargs or {})
+        dtype = named.pop("out_dtype", None) or args[0].dtype
+        factors = [factor.to(torch.bfloat16) for factor in args[:2]]
+        result: Any = super().__torch_dispatch__(func, types, (*factors, *args[2:]), named)
+        return result.to(dtype)
+
+
+@contextmanager
+def silent_fake_tensors() -> Iterator[None]:
+    """Silence torch's log of each failed attempt."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+@contextmanager
+def shapes_alone() -> Iterator[None]:
+    """Context in which fake layers run, and save tensors for a backward, without values."""
+    mode = ShapeMode(allow_non_fake_inputs=True)
+    with silent_fake_tensors(), mode, torch.inference_mode(mode=False), torch.enable_grad():
+        yield
 
 
 class FakeLayers(NamedTuple):
@@ -32,7 +80,7 @@ class FakeLayers(NamedTuple):
 def fake_layers(
     layers: Sequence[nn.Module], inputs: Any, device: torch.device, dtype: torch.dtype | None = None
 ) -> FakeLayers:
-    """Copy layers and their input; called, and the copies run, within a ``FakeTensorMode``.
+    """Copy layers and their input; called, and the copies run, within ``shapes_alone``.
 
     Args:
         layers: the layers, on any device.

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from counterflow.api.aux_loss import added_losses
 from counterflow.common.tensors.dtypes import dtype_of
-from counterflow.common.tensors.fake_layers import fake_layers, saved_storages, storages_of
+from counterflow.common.tensors.fake_layers import fake_layers, saved_storages, shapes_alone, storages_of
 from counterflow.common.trees import tensors_in
 from counterflow.execution import Execution
 from counterflow.schedule.ir import Schedule
@@ -71,12 +70,7 @@ def saved_in_stages(
     layers = [layer for stage in stages for layer in stage]
     dtype = dtype_of(execution.compute_dtype)
     try:
-        with (
-            FakeTensorMode(allow_non_fake_inputs=True),
-            torch.inference_mode(mode=False),
-            torch.enable_grad(),
-            added_losses(),
-        ):
+        with shapes_alone(), added_losses():
             copies, value, weights = fake_layers(layers, inputs, torch.device("cpu"), dtype)
             seen = storages_of((*weights, *tensors_in(value)))
             results, first = [], 0
