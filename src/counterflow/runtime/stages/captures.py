@@ -216,7 +216,7 @@ class Captures(StageWrapper):
         graphs = of_shape.take(unit)
         if graphs is None:
             layers = CapturedLayers(
-                f"stage {stage.stage}", stage.layers, frozenset(self._draws), stage.streams
+                f"stage {stage.stage}", stage.layers, frozenset(self._draws), stage.streams, stage.precision
             )
             graphs = StageGraphs(layers, structure, tensors)
             of_shape.used[graphs] = weakref.ref(unit)
@@ -294,7 +294,7 @@ class Captures(StageWrapper):
             reason = reason or "its output is no tree of tensors"
         if any(tensor.device.type != self._device.type for tensor in (*inputs, *outputs)):
             reason = reason or "its inputs or outputs contain numbers, or tensors on the host"
-        reason = reason or refuse_graph(outputs, [*inputs, *weights])
+        reason = reason or refuse_graph(outputs, [*inputs, *weights, *stage.precision.masters])
         if reason is not None:
             self.run_plainly(reason)
             return output, None
@@ -346,7 +346,6 @@ class Captures(StageWrapper):
             (bool(stage.aux_losses.collects), "its layers add losses"),
             (any(map(stage.means.applies_to, stage.layers)), "its last layer gives the loss"),
             (stage.entry.changes is not False, "it changes its input in place"),
-            (bool(stage.precision.masters), "compute_dtype replaces its weights"),
         )
         return next((reason for holds, reason in conditions if holds), None)
 

@@ -75,6 +75,18 @@ class Precision(StageWrapper):
         """Return the model's output as the loss receives it."""
         return value
 
+    def enter(self, value: Value) -> Value:
+        """Return a stage's input as its layers compute with it."""
+        return value
+
+    def leave(self, value: Value) -> Value:
+        """Return the output of a stage's layers as it is passed on."""
+        return value
+
+    def masters_of_casts(self) -> dict[int, nn.Parameter]:
+        """Return the parameters for which casts stand now, by the identity of these."""
+        return {}
+
     def forget(self) -> None:
         """Drop casts: the weights may have changed."""
 
@@ -165,6 +177,7 @@ class Cast(Precision):
     Args:
         copy: the stage.
         dtype: the lower precision.
+        stays: True if a weight is cast into the same memory each time, as graphs of the device need it.
 
     Raises:
         ConfigError: a layer keeps its weights where they cannot be replaced.
@@ -172,8 +185,10 @@ class Cast(Precision):
 
     plain = False
 
-    def __init__(self, copy: CastStage, dtype: torch.dtype) -> None:
+    def __init__(self, copy: CastStage, dtype: torch.dtype, *, stays: bool = False) -> None:
         self._dtype = dtype
+        self._memory: dict[int, Tensor] | None = {} if stays else None
+        """Memory of casts, by the parameter's identity; None: each cast has new memory."""
         self._copy = copy
         self._casts: dict[int, dict[int, Tensor]] = {}
         """Cast parameters by version and the parameter's identity."""
@@ -213,8 +228,7 @@ class Cast(Precision):
             for table, name, parameter in self._places:
                 cast = casts.get(id(parameter))
                 if cast is None:
-                    with torch.enable_grad():
-                        cast = casts[id(parameter)] = parameter.to(self._dtype)
+                    cast = casts[id(parameter)] = self._cast(parameter)
                     set_version_counters((cast,), count)
                 table[name] = cast
             yield
@@ -223,6 +237,14 @@ class Cast(Precision):
             for table, name, parameter in self._places:
                 table[name] = parameter
             self._shown = False
+
+    def _cast(self, parameter: nn.Parameter) -> Tensor:
+        with torch.enable_grad():
+            cast = parameter.to(self._dtype)
+        if self._memory is not None:
+            memory = self._memory.setdefault(id(parameter), cast.detach())
+            cast.data = memory.copy_(cast.detach())  # the graph to the parameter stays
+        return cast
 
     def _refuse_changed(self, casts: Mapping[int, Tensor], count: int) -> None:
         for _, name, parameter in self._places:
@@ -253,8 +275,19 @@ class Cast(Precision):
 
     @override
     def wrap_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
-        output = run(self.cast_input(value) if self._copy.stage == 0 else value, step, rows)
-        return self.cast_output(output) if self._copy.last else output
+        return self.leave(run(self.enter(value), step, rows))
+
+    @override
+    def enter(self, value: Value) -> Value:
+        return self.cast_input(value) if self._copy.stage == 0 else value
+
+    @override
+    def leave(self, value: Value) -> Value:
+        return self.cast_output(value) if self._copy.last else value
+
+    @override
+    def masters_of_casts(self) -> dict[int, nn.Parameter]:
+        return {id(table[name]): parameter for table, name, parameter in self._places}
 
     @override
     def cast_input(self, value: Value) -> Value:
@@ -306,4 +339,4 @@ def precision_of(
             raise ConfigError(
                 f"compute_dtype replaces weights while layers run; {name} does not go with it: {instead}"
             )
-    return lambda copy: Cast(copy, compute_dtype)
+    return lambda copy: Cast(copy, compute_dtype, stays=execution.capture)

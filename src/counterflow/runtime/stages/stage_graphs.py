@@ -40,6 +40,7 @@ from ..messages.values import Structure, Value, flatten_value, unflatten_value
 from .graph_split import partition_graph, traverse
 from .input_guard import copied
 from .named_layer import NamedLayer
+from .precision import Precision
 from .randomness import RandomStreams
 from .sample_rows import SampleRows
 from .stage_wrappers import called
@@ -57,12 +58,14 @@ class CapturedLayers:
         layers: its layers.
         drawing: numbers of the layers that draw random numbers.
         streams: random streams.
+        precision: precision in which they run.
     """
 
     place: str
     layers: Sequence[NamedLayer]
     drawing: frozenset[int]
     streams: RandomStreams
+    precision: Precision
 
     @property
     def device(self) -> Any:
@@ -97,7 +100,9 @@ class StageGraphs:
         self._pool = self._device.graph_pool_handle()
         self._inputs = [copied(tensor) for tensor in tensors]
         self._aliases: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        """Weights, and leaves with their memory: no hook of a weight runs within a graph."""
+        """Weights, and leaves with the memory of these or of their casts, by what the layers have while they
+        are captured: no hook of a weight runs within a graph.
+        """
         self._forwards: list[tuple[Any, NamedLayer]] = []
         self._layout: Structure | None = None
         self._outputs: list[Tensor] = []
@@ -182,13 +187,15 @@ class StageGraphs:
         modules = list({id(m): m for layer in stage.layers for m in layer.module.modules()}.values())
         buffers = [buffer for module in modules for buffer in module.buffers(recurse=False)]
         before = [buffer._version for buffer in buffers]  # noqa: SLF001 - documented as it
-        value = unflatten_value(self._structure, self._inputs)
+        value, groups = unflatten_value(self._structure, self._inputs), stage.groups()
         with self._with_aliases(modules):
-            for group in stage.groups():
+            for number, group in enumerate(groups):
                 graph = self._device.CUDAGraph()
                 with self._seeded(group[0], step, rows), self._capturing(graph):
+                    value = value if number else stage.precision.enter(value)
                     for layer in group:
                         value = called(layer.module, value, step, rows)
+                    value = value if number < len(groups) - 1 else stage.precision.leave(value)
                 self._forwards.append((graph, group[0]))
                 self._replay(graph, group[0], step, rows)  # a capture computes nothing
         pairs = zip(buffers, before, strict=True)
@@ -264,6 +271,7 @@ class StageGraphs:
 
     @contextmanager
     def _with_aliases(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        masters = self._stage.precision.masters_of_casts()
         places = [
             (parameters_of(module), name, parameter)
             for module in modules
@@ -272,7 +280,8 @@ class StageGraphs:
         ]
         for _, _, parameter in places:
             if id(parameter) not in self._aliases:
-                self._aliases[id(parameter)] = parameter, nn.Parameter(parameter.detach())
+                weight = masters.get(id(parameter), parameter)
+                self._aliases[id(parameter)] = weight, nn.Parameter(parameter.detach())
         for table, name, parameter in places:
             table[name] = self._aliases[id(parameter)][1]
         try:
