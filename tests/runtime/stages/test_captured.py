@@ -232,7 +232,7 @@ def reset_weights(pipeline: cf.Pipeline, number: int) -> None:
         (cf.schemes.zb_v(2, 4), {}),
         (cf.schemes.interleaved(2, 4, 2), {"between": reset_weights}),
     ],
-    ids=str,
+    ids=["dapple", "no barrier", "float16", "chimera", "zb-v", "weights of a user"],
 )
 def test_weights_are_cast_into_the_memory_that_graphs_read(
     schedule: Schedule, options: dict[str, Any]
