@@ -165,6 +165,38 @@ def test_draws_are_those_of_plain_passes(schedule: Schedule) -> None:
     assert_replayed(results[0][2], 4)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "options", "units"),
+    [
+        (cf.schemes.dapple(2, 4), {}, 1),
+        (cf.schemes.dapple(2, 6), {"barrier": False}, 1),
+        (cf.schemes.chimera(2, 4), {}, 1),
+        (cf.schemes.zb_v(2, 4), {}, 4),
+        (cf.schemes.interleaved(2, 4, 2), {}, 1),
+        (cf.schemes.gpipe(2, 4), {"autocast": "bfloat16", "dtype": torch.float32}, 1),
+        (cf.schemes.dapple(2, 4), {"compute_dtype": "bfloat16", "dtype": torch.float32}, 1),
+    ],
+    ids=["dapple", "no barrier", "chimera", "zb-v", "interleaved", "autocast", "compute_dtype"],
+)
+def test_stages_that_are_computed_again_replay_both_forwards(
+    schedule: Schedule, options: dict[str, Any], units: int
+) -> None:
+    """Graphs are free after the first forward: fewer units than micro-batches in flight have some."""
+    layers: list[nn.Module] = [nn.Sequential(block, nn.Dropout(0.3)) for block in blocks(schedule.stages)]
+    if "dtype" in options:
+        layers = [layer.float() for layer in layers]
+    results = [
+        train(layers, schedule, capture=capture, recompute="stage", **options) for capture in (True, False)
+    ]
+    assert_same(results[0], results[1])
+    micro_batches = schedule.micro_batches
+    for report in results[0][2].values():
+        assert report.reason is None
+        assert 0 < report.units <= units
+        pipes = 2 if schedule.scheme == "chimera" else 1
+        assert report.replays == 2 * 4 * micro_batches // pipes - report.units
+
+
 class Norm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -180,6 +212,17 @@ def test_buffers_change_as_in_plain_passes() -> None:
     results = [train(layers, cf.schemes.dapple(2, 4), capture=capture) for capture in (True, False)]
     assert_same(results[0], results[1])
     assert_replayed(results[0][2], 4)
+
+
+def test_a_stage_that_changes_buffers_and_is_computed_again_runs_plainly() -> None:
+    layers = [*blocks(1), Norm(), *blocks(2)]
+    results = [
+        train(layers, cf.schemes.dapple(2, 4), capture=capture, recompute="stage", cuts=[2])
+        for capture in (True, False)
+    ]
+    assert_same(results[0], results[1])
+    assert "changes buffers, and is computed again" in results[0][2][0].reason
+    assert results[0][2][1].replays > 0
 
 
 def test_autocast_and_loss_scale() -> None:
@@ -608,8 +651,7 @@ def test_graphs_of_checkpoints_are_refused() -> None:
     ("schedule", "options", "reason"),
     [
         (cf.schemes.pipedream(2, 4), {}, "several versions of its weights"),
-        (cf.schemes.dapple(2, 4), {"recompute": "stage"}, "computed again"),
-        (cf.schemes.dapple(2, 4), {"recompute": "layer"}, "computed again"),
+        (cf.schemes.dapple(2, 4), {"recompute": "layer"}, "computed again one by one"),
     ],
     ids=str,
 )

@@ -37,6 +37,11 @@ class Buffers:
         self._contents: Contents = (None,) * len(self.places)
         self._changing: set[int] = set()
 
+    @property
+    def change(self) -> bool:
+        """True if forwards change a buffer, as far as snapshots show, or a running statistic."""
+        return bool(self.norms or self._changing)
+
     def snapshot(self) -> Contents:
         """Return the buffers' contents, without running statistics; they must not be changed."""
         first = self._seen is None

@@ -154,6 +154,9 @@ class UnitRunner(Protocol):
             The output, and the run that makes its gradients; None: the output has autograd's graph.
         """
 
+    def first_forward(self, unit: PlainPass, value: Value, plain: Callable[[Value], Any]) -> Value:
+        """Return the output of layers that run again for the backward; arguments as of ``forward``."""
+
 
 class _CapturedUnit(PlainPass):
     """Part of a pass whose layers run by graphs, if its stage is captured; otherwise the pass runs plainly.
@@ -185,6 +188,12 @@ class _CapturedUnit(PlainPass):
             return super().run(value)
         output, self.unit = self.captures.forward(self, value, super().run)
         return output
+
+    @override
+    def run_first(self, value: Value) -> Any:
+        if not self.stage.checked or self.meter.counting:
+            return super().run_first(value)
+        return self.captures.first_forward(self, value, super().run_first)
 
 
 class CapturedPass(_CapturedUnit):

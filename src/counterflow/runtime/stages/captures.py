@@ -42,7 +42,7 @@ from .captured_passes import CapturedPass, CapturedRun, CapturedSplitPass, UnitR
 from .deferred import Deferred
 from .interface import RunnableStage
 from .named_layer import NamedLayer
-from .passes import PlainPass, StagePass
+from .passes import PlainPass
 from .sample_rows import SampleRows
 from .stage_graphs import CapturedLayers, StageGraphs
 from .stage_wrappers import Run, StageWrapper
@@ -169,7 +169,7 @@ class Captures(StageWrapper):
             return CapturedStage(0, 0, self.replays, self.reason)
         return CapturedStage(shapes, sum(units), self.replays)
 
-    def pass_maker(self, *, splits: bool, sliced: bool) -> Callable[..., StagePass] | None:
+    def graph_pass(self, *, splits: bool, sliced: bool) -> Callable[..., PlainPass] | None:
         """Return the maker of captured passes; None: units of this kind run plainly.
 
         Args:
@@ -179,8 +179,8 @@ class Captures(StageWrapper):
         if sliced:
             self.run_plainly("its units are slices")
             return None
-        if self._stage.recompute is not Recompute.NONE:
-            self.run_plainly("it is computed again (recompute)")
+        if self._stage.recompute is Recompute.LAYER:
+            self.run_plainly("its layers are computed again one by one (recompute)")
             return None
         return partial(CapturedSplitPass if splits else CapturedPass, captures=self)
 
@@ -195,39 +195,75 @@ class Captures(StageWrapper):
         self, unit: PlainPass, value: Value, plain: Callable[[Value], Any]
     ) -> tuple[Value, UnitRun | None]:
         """Run a unit's layers; see ``captured_passes.UnitRunner``."""
-        stage, step, rows = self._stage, unit.step, unit.rows
+        step, rows = unit.step, unit.rows
+        known = self._shape_of(value, step)
+        if known is None:
+            return plain(value), None
+        structure, tensors, of_shape = known
+        if of_shape.plain_steps < _PLAIN_STEPS or step == of_shape.last_step:
+            if step != of_shape.last_step:
+                of_shape.plain_steps, of_shape.last_step = of_shape.plain_steps + 1, step
+            return self._run_watched(value, tensors, step, rows)
+        graphs = self._take(of_shape, unit, structure, tensors)
+        output, leaves = graphs.forward(tensors, step, rows)
+        self._refuse_changes()
+        return output, CapturedRun(graphs, tensors, leaves, of_shape.give_back)
+
+    def first_forward(self, unit: PlainPass, value: Value, plain: Callable[[Value], Any]) -> Value:
+        """Run layers that run again for the backward; see ``captured_passes.UnitRunner``."""
+        step, rows = unit.step, unit.rows
+        with torch.enable_grad():  # the setting in which layers were watched, and are captured
+            known = self._shape_of(value, step)
+        if known is None:
+            return plain(value)
+        structure, tensors, of_shape = known
+        if of_shape.plain_steps < _PLAIN_STEPS or step == of_shape.last_step:
+            return plain(value)
+        graphs = self._take(of_shape, unit, structure, tensors)
+        output, _ = graphs.forward(tensors, step, rows)
+        of_shape.give_back(graphs)
+        self._refuse_changes()
+        return output
+
+    def _shape_of(
+        self, value: Value, step: int
+    ) -> tuple[Structure | None, list[Tensor], _ShapeGraphs] | None:
+        """Return the structure and tensors of an input, and the graphs of their shapes; None: it has none."""
         if step != self._step:
             self._begin_step(step)
         if type(value) is WithAuxLosses:
             self.run_plainly("losses of layers before it pass through")
         if self.reason is not None:
-            return plain(value), None
-        structure, tensors = flatten_value(value, f"stage {stage.stage}")
+            return None
+        structure, tensors = flatten_value(value, f"stage {self._stage.stage}")
         shape = structure, tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors)
         of_shape = self._shapes.get(shape)
         if of_shape is None:
             if len(self._shapes) == _MOST_SHAPES:
-                return plain(value), None
+                return None
             of_shape = self._shapes[shape] = _ShapeGraphs()
-        if of_shape.plain_steps < _PLAIN_STEPS or step == of_shape.last_step:
-            if step != of_shape.last_step:
-                of_shape.plain_steps, of_shape.last_step = of_shape.plain_steps + 1, step
-            return self._run_watched(value, tensors, step, rows)
+        return structure, tensors, of_shape
+
+    def _take(
+        self, of_shape: _ShapeGraphs, unit: PlainPass, structure: Structure | None, tensors: Sequence[Tensor]
+    ) -> StageGraphs:
         graphs = of_shape.take(unit)
-        if graphs is None:
-            layers = CapturedLayers(
-                f"stage {stage.stage}", stage.layers, frozenset(self._draws), stage.streams, stage.precision
-            )
-            graphs = StageGraphs(layers, structure, tensors)
-            of_shape.used[graphs] = weakref.ref(unit)
-        else:
+        if graphs is not None:
             self.replays += 1
-        output, leaves = graphs.forward(tensors, step, rows)
+            return graphs
+        stage = self._stage
+        layers = CapturedLayers(
+            f"stage {stage.stage}", stage.layers, frozenset(self._draws), stage.streams, stage.precision
+        )
+        graphs = StageGraphs(layers, structure, tensors)
+        of_shape.used[graphs] = weakref.ref(unit)
+        return graphs
+
+    def _refuse_changes(self) -> None:
         if self._state is not None and not self._state.unchanged():  # in the capture: no replay would do it
             self.run_plainly(f"its layers change {self._state.changed()[0].label}")
         elif self._attributes is not None and (change := self._attributes.change()) is not None:
             self.run_plainly(f"its layers change {change}")
-        return output, CapturedRun(graphs, tensors, leaves, of_shape.give_back)
 
     @contextmanager
     def watched_backward(self) -> Iterator[None]:
@@ -346,6 +382,10 @@ class Captures(StageWrapper):
             (bool(stage.aux_losses.collects), "its layers add losses"),
             (any(map(stage.means.applies_to, stage.layers)), "its last layer gives the loss"),
             (stage.entry.changes is not False, "it changes its input in place"),
+            (
+                stage.recompute is Recompute.STAGE and stage.buffers.change,
+                "it changes buffers, and is computed again (recompute) with copies of these",
+            ),
         )
         return next((reason for holds, reason in conditions if holds), None)
 

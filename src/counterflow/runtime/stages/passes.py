@@ -274,6 +274,10 @@ class PlainPass(StagePass):
         """Run the layers; the graph of their output is the one that the backward traverses."""
         return self.stage.run_layers(value, self.step, self.rows)
 
+    def run_first(self, value: Value) -> Any:
+        """Run the layers without a graph; ``run`` makes it later, of the same value."""
+        return self.stage.run_layers(value, self.step, self.rows)
+
     def end_graph(self, outputs: list[Tensor], spare: Value) -> None:
         """Count what the graph saves, and diagnose the stage's first graph.
 

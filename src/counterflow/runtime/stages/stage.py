@@ -341,10 +341,10 @@ class LocalStage:
             splits: True if the backward of a unit may be two ops.
             sliced: True if a unit is a slice of a sequence.
         """
-        recomputed = self.recompute is Recompute.STAGE
-        if self.captures is not None and (make := self.captures.pass_maker(splits=splits, sliced=sliced)):
-            return make
-        return pass_maker(self.graph_pass(splits=splits), sliced=sliced, recomputed=recomputed)
+        captures = self.captures
+        captured = None if captures is None else captures.graph_pass(splits=splits, sliced=sliced)
+        graph_pass = captured or self.graph_pass(splits=splits)
+        return pass_maker(graph_pass, sliced=sliced, recomputed=self.recompute is Recompute.STAGE)
 
     def begin(self, rows: SampleRows, step: int, head: Head, meter: SavedBytes, make: PassMaker) -> StagePass:
         """Begin the pass of a unit in training.
