@@ -84,6 +84,23 @@ def test_a_tree_is_built_as_torch_builds_it(tree: Any, change: Any) -> None:
         assert str(filled) == str(expected)  # the order of keys, too
 
 
+class Checked(Pair):
+    """A tuple that looks at what it contains."""
+
+    def __new__(cls, first: Any, second: Any) -> Checked:
+        assert isinstance(first, torch.Tensor)
+        return super().__new__(cls, first, min(second, 1))
+
+
+def test_a_user_s_tuple_is_made_of_values_alone() -> None:
+    spec = pytree.tree_structure(((Checked(X, 0),), {}))
+    template = Template([Ref(0, 0), HALF], spec)
+    (filled,), _ = template.filled(AROUND)
+    assert type(filled) is Checked
+    assert filled.first is X
+    assert filled.second == 1
+
+
 def test_each_call_gets_lists_and_dicts_of_its_own() -> None:
     template = Template(*pytree.tree_flatten((([1, 2], {"a": 3}), {})))
     (first, _), _ = template.filled(AROUND)

@@ -6,15 +6,18 @@ may share it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import islice
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from counterflow.common.tensors.torch_private import subspecs
 
 
 class Ref(NamedTuple):
@@ -144,23 +147,20 @@ def _reader(leaf: Any) -> _Read:
     return (lambda _: leaf) if make is None else make(leaf)
 
 
-def _build(numbers: Any, leaves: Sequence[Any]) -> _Read:
-    """Builder of a tree. Torch's own looks up the kind of each node in each call.
-
-    Args:
-        numbers: the tree with the numbers of its leaves.
-        leaves: its leaves.
-    """
-    kind = type(numbers)
+def _build(spec: pytree.TreeSpec, leaves: Iterator[_Read]) -> _Read:
+    # Torch's own looks up the kind of each node in each call. Other kinds than these are the user's, who may
+    # look at what they contain: they are built of values only.
+    kind = spec.type
+    if spec.is_leaf():
+        return next(leaves)
     if kind is tuple or kind is list:
-        return _build_row(kind, [_build(node, leaves) for node in numbers])
+        return _build_row(kind, [_build(child, leaves) for child in subspecs(spec)])
     if kind is dict:
-        items = [(key, _build(node, leaves)) for key, node in numbers.items()]
+        items = [
+            (key, _build(child, leaves)) for key, child in zip(spec.context, subspecs(spec), strict=True)
+        ]
         return lambda around: {key: read(around) for key, read in items}
-    if kind is int:
-        return _reader(leaves[numbers])
-    places, spec = pytree.tree_flatten(numbers)
-    reads = [_reader(leaves[place]) for place in places]
+    reads = list(islice(leaves, spec.num_leaves))
     return lambda around: pytree.tree_unflatten([read(around) for read in reads], spec)
 
 
@@ -198,6 +198,5 @@ class Template:
     def filled(self, around: Around) -> Any:
         """The tree with its tensors."""
         if self._read is None:
-            numbers = pytree.tree_unflatten(list(range(len(self.parts))), self.spec)
-            self._read = _build(numbers, self.parts)
+            self._read = _build(self.spec, map(_reader, self.parts))
         return self._read(around)

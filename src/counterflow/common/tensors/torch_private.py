@@ -350,6 +350,12 @@ def has_global_hooks() -> bool:
     return bool(nn.modules.module._has_any_global_hook())  # noqa: SLF001
 
 
+def subspecs(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
+    """Structures of a tree's children."""
+    children: Any = getattr(spec, "children", None)
+    return list(children() if children is not None else spec.children_specs)
+
+
 def spread(tree: Any, spec: pytree.TreeSpec) -> list[Any] | None:
     """A tree's leaves for all leaves of another one, as torch.vmap spreads ``in_dims``; None: no fit."""
     return pytree._broadcast_to_and_flatten(tree, spec)  # noqa: SLF001

@@ -18,6 +18,7 @@ from counterflow.program.actions import Matching
 from .base import Group, Transport, member
 from .control import ProcessControl
 from .headers import PAYLOAD, lane_tag
+from .heap import keep_freed_memory
 from .kinds import GLOO
 from .pending import DONE, Transfer, call_contiguous, receive_via
 from .staging import CopyOut, PendingSend
@@ -40,6 +41,8 @@ class GlooTransport(Transport):
         self, device: torch.device, timeout_seconds: float, *, copy_out: CopyOut | None = None
     ) -> None:
         super().__init__(ProcessControl(device, timeout_seconds, copy_out=copy_out), device)
+        if device.type == "cpu":
+            keep_freed_memory()
         self._spare: dict[tuple[int, ...], list[Group]] = defaultdict(list)
         self._exchanges: Counter[Group] = Counter()
         """Number of exchanges of each group so far: all its ranks begin them in one order."""
