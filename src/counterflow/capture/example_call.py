@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from counterflow.errors import ConfigError
+
+from .record import main_dtype
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -91,12 +94,14 @@ class Example:
         spec: structure of (positional arguments, keyword arguments).
         free: by leaf, the dimensions whose size may vary, each with the number of its group: all dimensions
             of a group have the same size.
+        dtype: dtype of most of the model's weights when the example was made.
     """
 
     call: Call
     leaves: tuple[Any, ...]
     spec: pytree.TreeSpec
     free: tuple[tuple[tuple[int, int], ...], ...]
+    dtype: torch.dtype
 
     @property
     def length_groups(self) -> frozenset[int]:
@@ -151,7 +156,7 @@ def example_of(
             if lengths and not numbers and leaf.dim() == 2 and dim == 0:
                 dims.append((1, groups.setdefault(("length", leaf.shape[1]), len(groups))))
         free.append(tuple(dims))
-    return Example(call, tuple(leaves), spec, tuple(free))
+    return Example(call, tuple(leaves), spec, tuple(free), main_dtype(model))
 
 
 def _has(leaf: Any, dim: int | None) -> bool:

@@ -83,9 +83,15 @@ class FakeModel:
         del self.module
         self._called, self._read = _call, _ignore  # for modules of the copy that a traceback has
 
-    def dtype_of(self, tensor: Tensor) -> torch.dtype:
-        """Dtype in which a tensor of the user's appears in the copy's run."""
-        return self._mark if self._mark and tensor.dtype == self._dtype else tensor.dtype
+    def dtype_of(self, tensor: Tensor, weights: torch.dtype | None = None) -> torch.dtype:
+        """Dtype in which a tensor of the user's appears in the copy's run.
+
+        Args:
+            tensor: the tensor.
+            weights: dtype of the weights when the tensor was made; None: their current one.
+        """
+        follows = tensor.dtype == (weights or self._dtype)
+        return (self._mark or self._dtype) if follows else tensor.dtype
 
     def _copied(self, model: nn.Module) -> nn.Module:
         memo: dict[int, Any] = {}

@@ -19,7 +19,7 @@ from torch.nn.modules import module as of_torch
 
 from .contexts import autocast_of
 from .fake_model import CONTAINERS, observed_objects
-from .python_state import ABSENT, DictEntries, Plain, PythonState, Same, TrainedFlags, Unknown
+from .python_state import ABSENT, DictEntries, ParameterAttribute, Plain, PythonState, Same, Unknown
 from .record_comparison import ContainerComparison
 from .tracing_internals import hook_tables, parameter_tables
 from .walk import Walk
@@ -49,11 +49,13 @@ class RecordDependencies(NamedTuple):
         attributes: names that are read of modules, each with the module's path.
         opened: paths of the opened modules.
         objects: names that are read of further objects, each with the object's name.
+        has_dtypes: whether dtypes, and numbers made of these, are those of the weights in the recorded run.
     """
 
     attributes: frozenset[tuple[str, str]]
     opened: frozenset[str]
     objects: frozenset[tuple[str, str]]
+    has_dtypes: bool
 
 
 class Guards(NamedTuple):
@@ -121,10 +123,11 @@ def guards_of(model: nn.Module, reads: RecordDependencies, environment: Environm
         walk.state.watches.append(DictEntries(f"{HOOK}all modules", table))
     walk.state.tokens[f"{HOOK}all modules"] = Plain(sum(map(len, tables)))
     state = walk.done()
-    if state.asks_for_gradients:
-        trained = TrainedFlags([*model.parameters()])
-        state.watches.append(trained)
-        state.tokens[trained.label] = Plain(trained.flags())
+    for name, counts in (("requires_grad", state.asks_for_gradients), ("dtype", reads.has_dtypes)):
+        if counts:
+            attribute = ParameterAttribute([*model.parameters()], name)
+            state.watches.append(attribute)
+            state.tokens[attribute.label] = Plain(attribute.values())
     return Guards(state, ContainerComparison(state.watches), weights, environment)
 
 

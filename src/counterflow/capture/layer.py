@@ -41,6 +41,11 @@ class ModelRecords(Protocol):
         """Modules that could not be traced, and what their forward does."""
         ...
 
+    @property
+    def mark(self) -> torch.dtype | None:
+        """Dtype that stood for the weights' in the recorded runs; None: their own."""
+        ...
+
 
 class LayerRecords(Protocol):
     """A record of a model in one state, as its layers adopt it.
@@ -97,6 +102,8 @@ class CapturedLayer(nn.Module):
         """The records of the model; None: the layer was pickled, and stays as it is."""
         self.follows = False
         """Whether a pipeline lets the layer follow its model: the model's modes then are in the record."""
+        self.follows_dtype = recording.mark is not None
+        """True if the steps are those of the model for weights of any dtype; False: of the recorded one."""
         self._number, self._parts = number, parts
         self.carries: nn.ModuleList | None = None
         """Carries of positions and of each call of attention; None: layers run on whole sequences only."""

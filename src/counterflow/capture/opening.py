@@ -18,7 +18,7 @@ from .contexts import autocast_of
 from .effects import globals_of, lru_caches
 from .example_call import Example, example_of
 from .guards import Environment, RecordDependencies, guards_of
-from .marks import MARKS, with_named_dtypes
+from .marks import MARKS, VariesByDtype, with_named_dtypes
 from .output_hooks import register_output_hooks
 from .record import Record, main_dtype
 from .recorder import Recorder
@@ -62,23 +62,26 @@ def records_of(model: nn.Module, inputs: Any, kwargs: Mapping[str, Any], dim: in
         ConfigError: the forward cannot be traced.
     """
     errors: list[Unfollowed] = []
-    autocast = autocast_of("cpu")
+    by_dtype, autocast = False, autocast_of("cpu")
     register_output_hooks(model, {*kwargs, *(inputs if isinstance(inputs, Mapping) else ())})
     for mark in MARKS:
+        if mark is not None and by_dtype:
+            continue
         for lengths in (True, False):
             example = example_of(model, inputs, kwargs, dim, lengths=lengths)
             try:
                 return _Opening(model, example, mark=mark, autocast=autocast).records()
             except Unfollowed as error:
                 errors.append(error)
-            except Varies:
-                continue
+            except Varies as error:
+                by_dtype |= isinstance(error, VariesByDtype)
         try:
             example = example_of(model, inputs, kwargs, None, lengths=False)
             return _Opening(model, example, mark=mark, autocast=autocast).records()
         except Unfollowed as error:
             errors.append(error)
         except Varies as error:
+            by_dtype |= isinstance(error, VariesByDtype)
             errors.append(Unfollowed("", f"does not do the same in each run ({error})"))
     raise ConfigError(_refusal(model, errors[0])) from errors[0].__cause__
 
@@ -225,9 +228,8 @@ class _Opening:
         return self._freed(record, training=training)
 
     def _refuse_live(self, record: Record) -> None:
-        reads = RecordDependencies(
-            frozenset(record.reads), frozenset(self._opened), frozenset(record.observed)
-        )
+        objects, opened = frozenset(record.observed), frozenset(self._opened)
+        reads = RecordDependencies(frozenset(record.reads), opened, objects, has_dtypes=False)
         state = guards_of(self._model, reads, Environment.current("cpu")).state
         for path, why in state.refused:
             raise Unfollowed(self._opened_around(path), why)
@@ -328,7 +330,7 @@ class _Opening:
             unmarked = self._run({}, training=training, marked=False)
         except Unfollowed:  # a function of torch that accepts fewer dtypes without values than with them
             return record
-        return with_named_dtypes(record, unmarked, main_dtype(self._model))
+        return with_named_dtypes(record, unmarked, main_dtype(self._model), sizes_of(self._example))
 
     def _large(self, record: Record) -> Collection[str]:
         limit = record.costs.get("", 0.0) * _SHARE

@@ -13,7 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from operator import is_
+from operator import attrgetter, is_
 from types import CellType, FunctionType, ModuleType
 from typing import Any, Protocol
 
@@ -274,29 +274,31 @@ class Slots:
                 setattr(self._object, name, value)
 
 
-class TrainedFlags:
-    """Flags of the parameters that are trained.
+class ParameterAttribute:
+    """An attribute of the parameters.
 
     Args:
         parameters: the parameters.
+        name: name of the attribute.
     """
 
-    __slots__ = ("_flags", "_parameters", "label")
+    __slots__ = ("_parameters", "_read", "_values", "label")
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.label, self._parameters = "requires_grad of a parameter", tuple(parameters)
-        self._flags = self.flags()
+    def __init__(self, parameters: Sequence[nn.Parameter], name: str) -> None:
+        self.label, self._parameters = f"{name} of a parameter", tuple(parameters)
+        self._read = attrgetter(name)
+        self._values = self.values()
 
-    def flags(self) -> tuple[bool, ...]:
-        """Flag of each parameter."""
-        return tuple([parameter.requires_grad for parameter in self._parameters])
+    def values(self) -> tuple[object, ...]:
+        """Value of each parameter."""
+        return tuple(map(self._read, self._parameters))
 
     def unchanged(self) -> bool:
-        """Compare the flags with the saved ones."""
-        return self.flags() == self._flags
+        """Compare the values with the saved ones."""
+        return self.values() == self._values
 
     def restore(self) -> None:
-        """Leave the flags as they are."""
+        """Leave the values as they are."""
 
 
 class Cell:

@@ -212,7 +212,7 @@ class Recorder(TorchFunctionMode):
             shape = list(leaf.shape)
             for dim, group in self._example.free[index]:
                 shape[dim] = self._sizes.get(group, shape[dim])
-            fake = torch.empty(shape, dtype=self._model.dtype_of(leaf), device=DEVICE)
+            fake = torch.empty(shape, dtype=self._model.dtype_of(leaf, self._example.dtype), device=DEVICE)
             leaves[index] = fake.requires_grad_(leaf.requires_grad)
             ref = self._record.inputs[index] = Ref(-1, len(self._record.inputs))
             self._know(fake, ref)

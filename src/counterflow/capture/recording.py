@@ -43,7 +43,6 @@ _VARIANTS = 8
 _LENGTHS = 4096
 """Largest number of lengths of sequences that are remembered."""
 
-
 _Sizes = Mapping[int, int]
 
 
@@ -121,7 +120,7 @@ class Recording:
     ) -> None:
         self._model = weakref.ref(model)
         self._lock = threading.Lock()
-        self._example, self._opened, self._mark = records.example, records.opened, records.mark
+        self._example, self._opened, self.mark = records.example, records.opened, records.mark
         self._grad = records.grad_in_evaluation
         self.closed = records.closed
         self.current = [
@@ -319,7 +318,7 @@ class Recording:
             model,
             self._example,
             self._opened,
-            mark=self._mark,
+            mark=self.mark,
             evaluates=slot is RecordSlot.EVALUATION,
             grad_in_evaluation=self._grad,
             autocast=environment.autocast,
@@ -340,7 +339,8 @@ class Recording:
 
     def _reads(self, record: Record, *, evaluates: bool) -> RecordDependencies:
         names = frozenset(r for r in record.reads if not (evaluates and r[1] == "training"))
-        return RecordDependencies(names, frozenset(self._opened), frozenset(record.observed))
+        fixed = self.mark is None
+        return RecordDependencies(names, self._opened, frozenset(record.observed), has_dtypes=fixed)
 
     def _assume_training(self) -> None:
         variant = self.current[RecordSlot.TRAINING]

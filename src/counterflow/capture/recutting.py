@@ -1,7 +1,8 @@
 """A new record of a model, cut where the layers of an earlier one were.
 
 Invariant: each layer calls modules that it called before, and what crosses between two layers has the shapes
-and dtypes that crossed before; else there is no cut.
+and dtypes that crossed before; else there is no cut. Dtypes do not count in records of weights of their own
+dtype, which autocast and the user change.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 
 from .cutting import Living
 from .layer_contents import LayerSteps
+from .placeholders import Ref
 from .record import Record, RecordedCall
 
 Crossing = tuple[tuple[object, ...], int]
@@ -22,7 +24,12 @@ class Uncut(Exception):  # noqa: N818 - nothing is wrong with the model
 
 def crossings_of(record: Record, parts: Sequence[LayerSteps]) -> list[Crossing]:
     """Tensors that cross after each layer but the last."""
-    return [(tuple(record.shapes[ref] for ref in part.gives), len(part.numbers)) for part in parts[:-1]]
+    return [(_kinds(record, part.gives), len(part.numbers)) for part in parts[:-1]]
+
+
+def _kinds(record: Record, refs: Sequence[Ref]) -> tuple[object, ...]:
+    kinds = (record.shapes[ref] for ref in refs)
+    return tuple(kinds if record.mark is not None else (shape for shape, _ in kinds))
 
 
 def places_of(record: Record, parts: Sequence[LayerSteps], crossings: Sequence[Crossing]) -> list[int]:
@@ -49,8 +56,7 @@ def places_of(record: Record, parts: Sequence[LayerSteps], crossings: Sequence[C
         fitting = [
             place
             for place in range(max(low, places[-1]), high + 1)
-            if living.allowed(place)
-            and tuple(record.shapes[ref] for ref in living.across(place)) == crossing[0]
+            if living.allowed(place) and _kinds(record, living.across(place)) == crossing[0]
         ]
         if not fitting:
             raise Uncut

@@ -203,6 +203,12 @@ class Cast(Precision):
                     f"compute_dtype replaces weights while layers run, and {type(child).__name__} keeps its "
                     "own list of them; take autocast"
                 )
+            if getattr(child, "follows_dtype", True) is False:
+                raise ConfigError(
+                    "compute_dtype casts weights, and the model's forward makes numbers of their dtype (of "
+                    "torch.finfo, say), which automatic layers have of the weights themselves; take "
+                    "autocast, or convert the model before its layers are found"
+                )
         self._places: list[tuple[dict[str, Any], str, nn.Parameter]] = [
             (parameters_of(child), name, parameter)
             for child in modules
