@@ -455,3 +455,51 @@ def test_too_few_layers_name_the_module_that_was_not_looked_into() -> None:
     match = r"2 layers for 4 stages: the module '0' could not be looked into, because its forward .*'calls'"
     with pytest.raises(cf.ConfigError, match=match):
         cf.launch(made, workers=4, transport="local")
+
+
+class Named(nn.Module):
+    """A model that sees the order of the arguments that it does not name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(12, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, scale: float = 1.0, **features: Tensor) -> Tensor:
+        joined = torch.cat([x, *features.values()], 1)
+        return self.second(torch.tanh(self.first(joined))) * scale  # type: ignore[no-any-return]
+
+
+def test_arguments_that_only_kwargs_takes_stay_in_the_order_of_the_mini_batch() -> None:
+    model = Named()
+    batch = {"speed": torch.randn(4, 4), "x": torch.randn(4, 4), "height": torch.randn(4, 4)}
+    layers = cf.layers(model, batch)
+    torch.testing.assert_close(nn.Sequential(*layers)(batch), model(**batch), rtol=0, atol=0)
+    same_order = {name: batch[name] for name in ("x", "speed", "height")}
+    torch.testing.assert_close(layers[0](same_order), layers[0](batch))
+    other_order = {name: batch[name] for name in ("x", "height", "speed")}
+    with pytest.raises(cf.ConfigError, match="another structure"):
+        layers[0](other_order)
+
+
+class Joined(nn.Module):
+    """A model of a list, or of two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, xs: Any, other: Tensor | None = None) -> Tensor:
+        x = torch.cat([*xs], 1) if other is None else torch.cat([xs, other], 1) * 2
+        return self.second(torch.tanh(self.first(x)))  # type: ignore[no-any-return]
+
+
+def test_a_list_is_one_argument_or_several_if_the_model_allows_only_one_of_these() -> None:
+    model, pair = Joined(), [torch.randn(6, 4), torch.randn(6, 4)]
+    with pytest.raises(
+        cf.ConfigError, match=r"list of 2, which the model may take as one .* \{'xs': inputs\}"
+    ):
+        cf.layers(model, pair)
+    for inputs, expected in (({"xs": pair}, model(pair)), (tuple(pair), model(*pair))):
+        output = nn.Sequential(*cf.layers(model, inputs))(inputs)
+        torch.testing.assert_close(output, expected, rtol=0, atol=0)

@@ -23,19 +23,22 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 class Call:
     """Rule by which a mini-batch becomes the arguments of a model.
 
-    A mapping whose keys are parameters of the model's forward becomes keyword arguments; a tuple or list of
-    at most as many elements as it accepts, positional arguments; anything else is one argument.
+    A mapping whose keys are parameters of the model's forward becomes keyword arguments; a tuple of at most
+    as many elements as it accepts, positional arguments, and so does a list of as many as it needs; anything
+    else is one argument.
 
     Attributes:
-        names: parameters that may be given by name.
+        names: parameters that may be given by name, in their order.
         positional: number of parameters that may be given by position.
+        required: number of these that have no default.
         any_name: whether further ones may be given by name.
         any_number: whether any number may be given by position.
         options: default keyword arguments.
     """
 
-    names: frozenset[str]
+    names: tuple[str, ...]
     positional: int
+    required: int
     any_name: bool
     any_number: bool
     options: tuple[tuple[str, Any], ...]
@@ -44,7 +47,7 @@ class Call:
     def of(cls, model: nn.Module) -> Call:
         """Find the parameters through which a model takes a mini-batch."""
         parameters = list(inspect.signature(model.forward).parameters.values())
-        names = frozenset(p.name for p in parameters if p.kind in _NAMED)
+        names = tuple(p.name for p in parameters if p.kind in _NAMED)
         any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
         # Tensors that a transformers model saves for generation are not activations.
         caches = getattr(getattr(model, "config", None), "use_cache", None) and (
@@ -53,17 +56,25 @@ class Call:
         return cls(
             names,
             sum(p.kind in _POSITIONAL for p in parameters),
+            sum(p.kind in _POSITIONAL and p.default is p.empty for p in parameters),
             any_name,
             any(p.kind is p.VAR_POSITIONAL for p in parameters),
             (("use_cache", False),) if caches else (),
         )
 
     def bound(self, inputs: Any, kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, positional and by name; the latter in the order of their names."""
+        """The arguments, positional and by name.
+
+        The latter are in the order of the parameters, whatever that of a mini-batch is; those that only
+        ``**kwargs`` takes follow in the mini-batch's order, which the model sees.
+
+        Raises:
+            ConfigError: a list may be one argument or several.
+        """
         args: tuple[Any, ...] = ()
         named = {**dict(self.options), **kwargs}
         if isinstance(inputs, Mapping):
-            known = inputs.keys() & self.names
+            known = inputs.keys() & {*self.names}
             if known and (self.any_name or len(known) == len(inputs)):
                 named |= dict(inputs)
             else:
@@ -73,10 +84,17 @@ class Call:
             and len(inputs) > 1
             and (self.any_number or len(inputs) <= self.positional)
         ):
+            if type(inputs) is list and len(inputs) != self.required:
+                raise ConfigError(
+                    f"the inputs are a list of {len(inputs)}, which the model may take as one argument or as "
+                    f"{len(inputs)}: give several arguments as a tuple, and one that is a list by its name, "
+                    f"as in {{{next(iter(self.names), 'name')!r}: inputs}}"
+                )
             args = tuple(inputs)
         elif inputs is not None:
             args = (inputs,)
-        return args, dict(sorted(named.items()))
+        ordered = [name for name in self.names if name in named]
+        return args, {name: named[name] for name in dict.fromkeys((*ordered, *named))}
 
     def run(self, model: nn.Module, inputs: Any, kwargs: Mapping[str, Any]) -> Any:
         """Output of the model."""
