@@ -25,6 +25,10 @@ _UNITS = 3
 """Number of runs by way to cut: two units, and both together."""
 
 
+_SINGLE_WAYS = 8
+"""Maximum number of ways, which cut one tensor otherwise, that are tried if the stated cut may be right."""
+
+
 class CutProbe:
     """One worker's part.
 
@@ -66,13 +70,21 @@ class CutProbe:
         verdicts: list[Verdict] = []
         with torch.no_grad():
             first = self._verdict(batch, None)
-            if first in {Verdict.DIFFERENT, Verdict.NEITHER, Verdict.FAILED}:
-                for way in range(batch.ways):
+            if first is not Verdict.UNKNOWN:
+                ways = batch.ways if first is not Verdict.SAME else min(batch.ways, _SINGLE_WAYS)
+                for way in range(ways):
                     verdicts.append(self._verdict(batch, way))
                     if verdicts[-1] is Verdict.SAME:
                         break
+        decided = not (first is Verdict.SAME and Verdict.SAME in verdicts)
+        gathered = self._workers.transport.gather([float(decided)])  # replicas have other samples
         if batch.input_cuts is not None:
-            batch.input_cuts.end(first, verdicts, warns=batch.inputs is not None)
+            batch.input_cuts.end(
+                first,
+                verdicts if first is not Verdict.SAME else (),
+                decided=all(row[0] for row in gathered),
+                warns=batch.inputs is not None,
+            )
 
     def _verdict(self, batch: Batch, way: int | None) -> Verdict:
         outputs, sizes = list[Any](), list[int]()

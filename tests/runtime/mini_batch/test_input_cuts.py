@@ -348,3 +348,60 @@ def test_outputs_are_compared_by_samples() -> None:
         ((rows[:2] * -torch.inf, rows[2:]), torch.cat([rows[:2] * -torch.inf, rows[2:]]), Verdict.SAME),
     ):
         assert compare_units(apart, together, sizes) is verdict, (apart, together)
+
+
+class Gated(nn.Module):
+    """A table behind a gate that begins at zero."""
+
+    def __init__(self, gate: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.gate = nn.Linear(4, 4), nn.Parameter(torch.tensor(gate))
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return self.layer(x) + self.gate * table.mean(0)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("scheme", ["1f1b(workers=2, micro_batches=3)", "zb-v(workers=2, micro_batches=2)"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_tensor_that_outputs_do_not_show_at_first_is_compared_again(scheme: str, replicas: int) -> None:
+    table = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(1)) + 1
+
+    def train(*, stated: bool, gate: float = 0.0) -> list[float]:
+        layers = [Gated(gate), *(nn.Linear(4, 4) for _ in range(3))]
+        options: dict[str, Any] = {"kwarg_dims": {"table": None}} if stated else {}
+        pipeline = cf.Pipeline(
+            layers, functional.mse_loss, scheme,
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **options,
+        )  # fmt: skip
+        losses = []
+        for step in range(5):
+            x = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(step))
+            losses.append(pipeline.step(x, x, kwargs={"table": table}).loss)
+        return losses
+
+    workers = 2 * replicas
+    assert len(cf.launch(lambda: train(stated=True), workers=workers, transport="local")[0]) == 5
+    for gate in (0.0, 0.5):
+        with pytest.raises(cf.ConfigError, match=r"kwargs\['table'\] of shape \(6, 4\) has no samples"):
+            cf.launch(lambda gate=gate: train(stated=False, gate=gate), workers=workers, transport="local")
+
+
+class Ignoring(Gated):
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        del table
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+def test_a_tensor_that_no_layer_reads_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    def train() -> list[float]:
+        pipeline = cf.Pipeline(
+            [Ignoring(0.0), nn.Linear(4, 4)], functional.mse_loss, "1f1b(workers=2, micro_batches=3)",
+            optimizer=lambda p: torch.optim.SGD([q for q in p if q.requires_grad], lr=0.1),
+        )  # fmt: skip
+        x = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(0))
+        return [pipeline.step(x, x, kwargs={"table": x}).loss for _ in range(5)]
+
+    losses = cf.launch(train, workers=2, transport="local")[0]
+    assert losses == sorted(losses, reverse=True)
+    assert "could not verify" not in caplog.text

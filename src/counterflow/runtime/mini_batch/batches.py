@@ -156,7 +156,9 @@ class Batches:
         try:
             user_batch = read()
             report, sizes, signatures = self._report(user_batch, call, step, outputs=outputs, follows=follows)
-            input_cuts = self._first_steps.of_inputs(user_batch, report.kind, sizes)
+            input_cuts = self._first_steps.of_inputs(
+                user_batch, report.kind, sizes, trains=call.trains, step=step
+            )
         except Exception as error:
             refusal = error if follows else agreement.refuse(error, step)
             if refusal is error:

@@ -18,7 +18,7 @@ from counterflow.verification.diagnosis.position_means import PositionMeanDiagno
 from counterflow.verification.diagnosis.sample_means import SampleMeanDiagnosis
 from counterflow.verification.diagnosis.sliced_layers import SlicedLayerDiagnosis
 
-from .input_cuts import InputCutDiagnosis
+from .input_cuts import InputChecks, InputCutDiagnosis
 from .samples import LossDims
 from .user_batch import UserBatch
 
@@ -99,31 +99,37 @@ class FirstSteps:
             self._option if isinstance(self._option, int) else 1, self._option, uncut=True
         )
         self._sliced_layers = SlicedLayerDiagnosis()
-        self._settled_inputs: set[Hashable] = set()
-        """Tensors whose cut was compared, and kinds of mini-batches in which nothing is to be compared."""
+        self._input_checks = InputChecks()
         self._loss_kinds: dict[Hashable, _Kind] = {}
         self._first_with_positions, self._first_with_aux = FirstOfKind(), FirstOfKind()
         self._aux_tries = 0
         """Number of mini-batches that are still diagnosed because layers' terms were not decided."""
         self._warned_of_losses = self._warned_of_aux = False
 
-    def of_inputs(self, user_batch: UserBatch, kind: int, sizes: Sequence[int]) -> InputCutDiagnosis | None:
-        """Diagnosis of how inputs are cut; None: no tensor is cut that may be cut by coincidence.
+    def of_inputs(
+        self, user_batch: UserBatch, kind: int, sizes: Sequence[int], *, trains: bool, step: int
+    ) -> InputCutDiagnosis | None:
+        """Diagnosis of how inputs are cut; None: no tensor may be cut by coincidence, or it is not due.
 
         Args:
             user_batch: inputs and targets of this worker.
             kind: signature of the inputs; 0: this worker has none.
             sizes: samples by micro-batch.
+            trains: whether gradients are computed.
+            step: number of earlier steps.
         """
-        settled = self._settled_inputs
-        if not self._diagnoses_inputs or not sizes or not kind or kind in settled:
+        checks = self._input_checks
+        if not self._diagnoses_inputs or not sizes or not kind or kind in checks.settled:
             return None
-        diagnosis = InputCutDiagnosis.of(user_batch, sizes, self._parts, settled)
-        if diagnosis is not None and not diagnosis.ways:
-            if len(settled) < _INPUT_KINDS:
-                settled.add(kind)
+        diagnosis = InputCutDiagnosis.of(user_batch, sizes, self._parts, checks)
+        if diagnosis is None:
             return None
-        return diagnosis
+        if not diagnosis.ways:
+            if len(checks.settled) < _INPUT_KINDS:
+                checks.settled.add(kind)
+            return None
+        waits = diagnosis.key in checks.undecided and not (trains and is_doubling(step))
+        return None if waits else diagnosis
 
     def of_step(
         self, kind: int, *, trains: bool, step: int, has_losses: bool, units: int | None, compares: bool

@@ -5,6 +5,10 @@ by heads, the axes of positions) would be cut too. So in the first mini-batch th
 runs on two micro-batches apart and on both together. If outputs differ, other ways to cut are tried: some
 tensors whole, or cut in another dimension. A way in which outputs do not differ refuses the mini-batch.
 
+A parameter that begins at zero (a gate, a last projection) may hide a tensor from the outputs. So if outputs
+do not differ, and do not differ either with one tensor cut in another way, steps 1, 2, 4, 8 and so on compare
+again, until outputs show how it is cut.
+
 If a model mixes samples or draws random numbers in evaluation mode, so that outputs differ whichever way
 tensors are cut, the user has to say the dimensions.
 The check does not find a tensor that only training mode reads.
@@ -14,7 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -35,6 +39,19 @@ _WAYS = 24
 """Maximum number of other ways to cut."""
 
 
+@dataclass(slots=True)
+class InputChecks:
+    """Checks that were made.
+
+    Attributes:
+        settled: tensors whose cut was compared, and kinds of mini-batches in which nothing is to be compared.
+        undecided: tensors whose cut made no difference so far.
+    """
+
+    settled: set[Hashable] = field(default_factory=set)
+    undecided: set[Hashable] = field(default_factory=set)
+
+
 @dataclass(frozen=True, slots=True)
 class InputCutDiagnosis:
     """Diagnosis of how one mini-batch's inputs are cut.
@@ -44,7 +61,7 @@ class InputCutDiagnosis:
         dims: dimensions of the samples in them.
         leaves: tensors that are cut.
         ways: other ways to cut, each with the dimensions of some leaves by number; None: whole.
-        settled: keys of the checks that were made.
+        checks: checks that were made.
         key: of this check.
     """
 
@@ -52,12 +69,12 @@ class InputCutDiagnosis:
     dims: Dims
     leaves: Sequence[CutLeaf]
     ways: tuple[Mapping[int, int | None], ...]
-    settled: set[Hashable]
+    checks: InputChecks
     key: Hashable
 
     @classmethod
     def of(
-        cls, user_batch: UserBatch, sizes: Sequence[int], parts: int, settled: set[Hashable]
+        cls, user_batch: UserBatch, sizes: Sequence[int], parts: int, checks: InputChecks
     ) -> InputCutDiagnosis | None:
         """Diagnosis of a mini-batch's inputs, without ways if none may be cut by coincidence; None: no cut.
 
@@ -65,7 +82,7 @@ class InputCutDiagnosis:
             user_batch: inputs and targets of this worker.
             sizes: samples by micro-batch.
             parts: number of units into which the scheme cuts each micro-batch.
-            settled: keys of earlier diagnoses; the caller saves them.
+            checks: earlier diagnoses.
         """
         inputs, ready = user_batch.inputs, user_batch.ready
         if inputs is None or isinstance(inputs[0], Tensor):
@@ -76,32 +93,37 @@ class InputCutDiagnosis:
         tree, samples = (inputs[first], sizes[first]) if ready else (inputs[0], sum(sizes))
         leaves = _cut_leaves(tree, user_batch.input_dims, samples)
         key = frozenset((leaf.path, leaf.dim, len(leaf.shape)) for leaf in leaves)
-        ways = () if key in settled else tuple(islice(other_ways(leaves, samples), _WAYS))
-        return cls(tree, user_batch.input_dims, leaves, ways, settled, key)
+        ways = () if key in checks.settled else tuple(islice(other_ways(leaves, samples), _WAYS))
+        return cls(tree, user_batch.input_dims, leaves, ways, checks, key)
 
     def cut(self, rows: slice, way: int | None) -> Any:
         """Some samples of the inputs, cut as the dimensions say (way None), or in another way."""
         return cut_leaves(self.tree, rows, self.dims, {} if way is None else self.ways[way])
 
-    def end(self, first: Verdict, other_verdicts: Sequence[Verdict], *, warns: bool) -> None:
+    def end(self, first: Verdict, other_verdicts: Sequence[Verdict], *, decided: bool, warns: bool) -> None:
         """Read the outcome.
 
         Args:
             first: of the cut that the dimensions say.
-            other_verdicts: of other ways, unless the first cut is right.
+            other_verdicts: of other ways, unless the first cut may be right.
+            decided: whether a later mini-batch would show nothing else.
             warns: whether this worker says that the check could not decide.
 
         Raises:
             ConfigError: another way of cutting is right, and this one is not; or none is.
         """
-        self.settled.add(self.key)
+        if not decided:
+            self.checks.undecided.add(self.key)
+            return
+        self.checks.undecided.discard(self.key)
+        self.checks.settled.add(self.key)
         for way, verdict in zip(self.ways, other_verdicts, strict=False):
             if verdict is Verdict.SAME:
-                self.settled.discard(self.key)
+                self.checks.settled.discard(self.key)
                 raise ConfigError(self._refusal(way))
         names = ", ".join(leaf.path for leaf in self.leaves if not leaf.stated)
         if first is Verdict.DIFFERENT:
-            self.settled.discard(self.key)
+            self.checks.settled.discard(self.key)
             raise ConfigError(
                 "outputs depend on which samples are in a micro-batch (or are drawn at random), whichever "
                 f"way inputs are cut; so it cannot be seen whether {names} have their samples where they are "
