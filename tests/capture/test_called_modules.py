@@ -174,3 +174,39 @@ def test_what_a_called_module_changes_and_one_of_another_stage_reads_is_refused(
 
     with pytest.raises(cf.ConfigError, match=r"changes 'calls' .* in another stage reads"):
         trained_in_stages(make, SCHEMES[0])
+
+
+class Notes(nn.Module):
+    """A block that notes something in one dict, and reads it in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(8, 8), 0
+
+    def forward(self, x: Tensor, keys: dict[str, Any], state: dict[str, Any]) -> Tensor:
+        self.calls += 1  # which is not traced
+        state["scale"] = 0.5
+        return torch.tanh(self.layer(x)) * keys.get("scale", 1.0)  # type: ignore[no-any-return]
+
+
+class NotesTwice(nn.Module):
+    def __init__(self, *, once: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.once = nn.ModuleList(Notes() for _ in range(2)), once
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            state: dict[str, Any] = {"x": x}
+            x = block(x, {"x": x} if self.once else state, state)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def test_a_dict_that_a_module_is_given_twice_and_changes_is_refused() -> None:
+    """A recorded call would give it two dicts."""
+    x = torch.randn(6, 8)
+    model = NotesTwice(once=True)
+    torch.testing.assert_close(nn.Sequential(*cf.layers(model, x))(x), model(x), rtol=0, atol=0)
+    with pytest.raises(cf.ConfigError, match=r"passes a list or dict twice to 'blocks\.0', which changes it"):
+        cf.layers(NotesTwice(once=False), x)

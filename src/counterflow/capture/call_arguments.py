@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from operator import is_
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -63,6 +64,40 @@ def is_constant(leaf: Any) -> bool:
 def versions(tree: Any) -> list[tuple[Tensor, int]]:
     """Tensors of a tree, each with torch's count of its changes."""
     return [(tensor, version_of(tensor)) for tensor in tensors_in(tree)]
+
+
+class SharedContainers:
+    """Lists and dicts that arguments contain twice, which a recorded call would make two.
+
+    Args:
+        arguments: tree of the arguments.
+    """
+
+    def __init__(self, arguments: Any) -> None:
+        self._seen: set[int] = set()
+        self._shared: list[tuple[Any, list[Any]]] = []
+        self._visit(arguments)
+
+    def _visit(self, node: Any) -> None:
+        if not isinstance(node, (list, dict, tuple)):
+            return
+        if not isinstance(node, tuple) and id(node) in self._seen:
+            self._shared.append((node, _entries(node)))
+            return
+        self._seen.add(id(node))
+        for part in node.values() if isinstance(node, dict) else node:
+            self._visit(part)
+
+    def changed(self) -> bool:
+        """True if one has other entries now."""
+        return any(
+            len(now := _entries(node)) != len(old) or not all(map(is_, now, old))
+            for node, old in self._shared
+        )
+
+
+def _entries(node: Any) -> list[Any]:
+    return [*node, *node.values()] if isinstance(node, dict) else list(node)
 
 
 def sizes_as_tuples(tree: Any) -> Any:

@@ -28,6 +28,7 @@ from .call_arguments import (
     ABSENT,
     DRAWING,
     UNSEEN,
+    SharedContainers,
     is_constant,
     same,
     sizes_as_tuples,
@@ -226,8 +227,6 @@ class Recorder(TorchFunctionMode):
             self._record.memory[ref] = memory_of(tensor)
         self._record.bytes[ref] = numbers_in(tensor.shape) * tensor.dtype.itemsize
 
-    # -- modules
-
     def _called(self, module: nn.Module, cls: type, args: Any, kwargs: Any) -> Any:
         path = self._paths.get(id(module))
         if path is None:
@@ -255,7 +254,7 @@ class Recorder(TorchFunctionMode):
         self._refuse_switched(path, module)
         self._refuse_effects()
         takes = self._template((args, kwargs))
-        before = versions((args, kwargs))
+        before, shared = versions((args, kwargs)), SharedContainers((args, kwargs))
         self._atoms += 1
         self._attentions = []
         try:
@@ -267,6 +266,8 @@ class Recorder(TorchFunctionMode):
             self._atoms -= 1
         self._leave(module)
         self._effects.accept()
+        if shared.changed():
+            raise self._unfollowed(f"passes a list or dict twice to {path!r}, which changes it")
         self._noted(path, None, takes, result, before)
         return result
 
@@ -311,8 +312,6 @@ class Recorder(TorchFunctionMode):
         if name == "__bool__" and args and self._unit.get(id(args[0])) is not None:
             return self._unit[id(args[0])]
         return None
-
-    # -- what is noted
 
     def _noted(
         self,
