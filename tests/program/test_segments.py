@@ -14,7 +14,7 @@ from counterflow.program.actions import Compute, StartGather, Update, WaitGather
 from counterflow.program.segments import Segments, segments
 from counterflow.program.shifts import shifted
 from counterflow.schedule import schemes
-from counterflow.schedule.ir import Schedule
+from counterflow.schedule.ir import Op, Schedule
 
 Make = Callable[[int], Schedule]
 """Periods to a schedule."""
@@ -138,3 +138,18 @@ def test_periods_that_do_not_begin_in_turn_are_refused() -> None:
     order = tuple(op._replace(version=0) for pair in mixed for op in pair)
     with pytest.raises(ScheduleError):
         segments(replace(schedule, scheme="mine", orders=(order,)))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_last_period_with_other_versions_is_refused(scheme: str) -> None:
+    """Training repeats the periods before it, and would ignore what the last one says."""
+    schedule = SCHEMES[scheme](2, 0)(8)
+    segments(schedule)
+    last = schedule.periods - 1
+
+    def older(op: Op) -> Op:
+        return op._replace(version=op.version - 1) if schedule.period_of(op) == last else op
+
+    orders = tuple(tuple(map(older, order)) for order in schedule.orders)
+    with pytest.raises(ScheduleError, match=r"in period 7, the last one, does not repeat the periods before"):
+        segments(replace(schedule, orders=orders))
