@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -389,3 +390,31 @@ def test_the_random_state_and_buffers_are_as_they_were() -> None:
     (before, after, _), (_, _, calls) = launch(step, workers=2, transport="local")
     assert before == after
     assert calls == [8.0]
+
+
+@dataclasses.dataclass
+class OpaqueTarget:
+    """Targets that nothing can cut."""
+
+    y: Tensor
+
+
+@pytest.mark.parametrize("samples", [1, 2, 4])
+def test_a_loss_of_targets_that_cannot_be_cut_is_assumed_to_be_a_mean(
+    samples: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work() -> float:
+        torch.manual_seed(0)
+        pipeline = Pipeline(
+            [nn.Linear(4, 8), nn.Linear(8, 3)], lambda output, target: ((output - target.y) ** 2).mean(),
+            schemes.dapple(2, 2), optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        )  # fmt: skip
+        x, y = torch.randn(samples, 4), torch.randn(samples, 3)
+        return pipeline.step(micro_batches=[(x, OpaqueTarget(y))] * 2, samples=[samples] * 2).loss
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+    x, y = torch.randn(samples, 4), torch.randn(samples, 3)
+    expected = ((model(x) - y) ** 2).mean().item()
+    assert launch(work, workers=2, transport="local")[0] == pytest.approx(expected, rel=1e-6)
+    assert "could not verify that the loss is a mean over samples (assumed)" in caplog.text

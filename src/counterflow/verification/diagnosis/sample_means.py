@@ -39,6 +39,9 @@ from .graded_losses import (
     leaves_of,
 )
 
+_CONSTANTS = bool, int, float, complex, str, bytes, type(None)
+"""Types of targets that a part of a micro-batch has whole."""
+
 
 class LossLayout(Protocol):
     """Dimensions of the samples, or of the positions, in the outputs and the targets of a loss."""
@@ -206,6 +209,10 @@ class SampleMeanDiagnosis:
         sequences = self._layout.cut_target(pytree.tree_map_only(Tensor, _sequence, target), rows)
         trees = map(pytree.tree_leaves, (part, target, sequences))
         for leaf, original, sequence in zip(*trees, strict=False):
+            if leaf is original and not isinstance(original, (Tensor, *_CONSTANTS)):
+                raise TypeError(
+                    f"a target is a {type(original).__name__}, which cannot be cut as the output is"
+                )
             of: SliceOf | None = getattr(original, SLICE, None)
             if of is not None:
                 setattr(leaf, SLICE, of._replace(target=sequence))
