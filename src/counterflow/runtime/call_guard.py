@@ -7,6 +7,7 @@ messages of it may be left, and no later call uses them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ class CallGuard:
 
     def __init__(self, worker: int, transport: Transport, run: Runner, lease: Lease[TransportUser]) -> None:
         self._worker, self._transport, self._run, self._lease = worker, transport, run, lease
-        self._thread = current_worker()
+        self._thread, self._process = current_worker(), os.getpid()
         self._failure: _Failure | None = None
         self.steps = 0
         """Number of steps that were made."""
@@ -91,11 +92,18 @@ class CallGuard:
         return self._failure is not None
 
     def require_working(self) -> None:
-        """Refuse any call after one that failed in the midst.
+        """Refuse any call after one that failed in the midst, or in a fork of the worker's process.
 
         Raises:
             WorkerError: one did; the message repeats its error.
+            ConfigError: the process is a fork, which has none of the threads that carry messages.
         """
+        if os.getpid() != self._process:
+            raise ConfigError(
+                f"the pipeline is of process {self._process}, and this one is a fork of it, whose calls "
+                "would wait for threads that it does not have; use the pipeline there, or start processes by "
+                "spawn"
+            )
         if self._failure is not None:
             raise self._failure.error()
 

@@ -178,6 +178,7 @@ def _make(
         raise WorkerError(f"not all workers joined: {error}") from error
     if _process.world is None:
         atexit.register(_at_exit)
+        os.register_at_fork(after_in_child=_forget)
     _process.world = dist.group.WORLD
     _process.transports.append(transport)
     return transport
@@ -362,6 +363,12 @@ def _close() -> None:
 def _control(transport: Transport) -> ProcessControl:
     assert isinstance(transport.control, ProcessControl), "only processes make transports here"
     return transport.control
+
+
+def _forget() -> None:
+    # A fork has no thread of its transports: it must neither leave the others, nor wait for a store.
+    _process.transports.clear()
+    _process.began_world = False
 
 
 def _at_exit() -> None:
