@@ -210,3 +210,50 @@ def test_a_dict_that_a_module_is_given_twice_and_changes_is_refused() -> None:
     torch.testing.assert_close(nn.Sequential(*cf.layers(model, x))(x), model(x), rtol=0, atol=0)
     with pytest.raises(cf.ConfigError, match=r"passes a list or dict twice to 'blocks\.0', which changes it"):
         cf.layers(NotesTwice(once=False), x)
+
+
+class Takes(nn.Module):
+    """A block that takes the first entry of the caller's list, and counts in the caller's dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(8, 8), 0
+
+    def forward(self, x: Tensor, history: list[Tensor], notes: dict[str, int]) -> Tensor:
+        self.calls += 1  # which is not traced
+        notes["blocks"] = notes.get("blocks", 0) + 1
+        return torch.tanh(self.layer(x)) + history.pop(0)
+
+
+class History(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.head = nn.ModuleList(Takes() for _ in range(4)), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        history, notes = [x * (number + 1) for number in range(4)], dict[str, int]()
+        for block in self.blocks:
+            x = block(x, history, notes)
+        return self.head(x) * notes["blocks"]  # type: ignore[no-any-return]
+
+
+def test_the_own_forward_sees_what_modules_of_other_workers_do_to_its_lists() -> None:
+    x, y = torch.randn(8, 8), torch.randn(8, 4)
+
+    def work() -> list[float]:
+        pipeline = cf.Pipeline(
+            History(), nn.functional.mse_loss, "1f1b(workers=2, micro_batches=2)", example=x,
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        )  # fmt: skip
+        return [pipeline.step(x, y).loss for _ in range(3)]
+
+    model = History()
+    optimizer, expected = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(3):
+        loss = nn.functional.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    assert cf.launch(work, workers=2, transport="local")[0] == pytest.approx(expected, rel=1e-5)

@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 import counterflow as cf
 
 
-def outcome_of_fork(call: Callable[[], object]) -> str:
+def outcome_of_fork(call: Callable[..., object]) -> str:
     """Error of a call in a fork of this process; empty: none."""
     reader, writer = os.pipe()
     child = os.fork()
@@ -39,7 +39,12 @@ def work() -> tuple[list[str], list[float]]:
     )
     x = torch.randn(4, 4)
     losses = [pipeline.step(x, x).loss]
-    calls = (lambda: pipeline.step(x, x), pipeline.close, pipeline.model_state_dict, lambda: None)
+    calls: list[Callable[..., object]] = [
+        lambda: pipeline.step(x, x),
+        pipeline.close,
+        pipeline.model_state_dict,
+        lambda: None,
+    ]
     outcomes = list(map(outcome_of_fork, calls))
     losses.append(pipeline.step(x, x).loss)
     return outcomes, losses

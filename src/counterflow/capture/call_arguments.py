@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from operator import is_
+from collections import Counter
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from counterflow.common.containers import ContainerEntries, containers_in
 from counterflow.common.trees import tensors_in, version_of
 
 ABSENT = object()
@@ -66,38 +67,11 @@ def versions(tree: Any) -> list[tuple[Tensor, int]]:
     return [(tensor, version_of(tensor)) for tensor in tensors_in(tree)]
 
 
-class SharedContainers:
-    """Lists and dicts that arguments contain twice, which a recorded call would make two.
-
-    Args:
-        arguments: tree of the arguments.
-    """
-
-    def __init__(self, arguments: Any) -> None:
-        self._seen: set[int] = set()
-        self._shared: list[tuple[Any, list[Any]]] = []
-        self._visit(arguments)
-
-    def _visit(self, node: Any) -> None:
-        if not isinstance(node, (list, dict, tuple)):
-            return
-        if not isinstance(node, tuple) and id(node) in self._seen:
-            self._shared.append((node, _entries(node)))
-            return
-        self._seen.add(id(node))
-        for part in node.values() if isinstance(node, dict) else node:
-            self._visit(part)
-
-    def changed(self) -> bool:
-        """True if one has other entries now."""
-        return any(
-            len(now := _entries(node)) != len(old) or not all(map(is_, now, old))
-            for node, old in self._shared
-        )
-
-
-def _entries(node: Any) -> list[Any]:
-    return [*node, *node.values()] if isinstance(node, dict) else list(node)
+def shared_containers(arguments: Any) -> ContainerEntries:
+    """Lists and dicts that arguments contain twice, which a recorded call would make two."""
+    containers = list(containers_in(arguments))
+    counts = Counter(map(id, containers))
+    return ContainerEntries([container for container in containers if counts[id(container)] > 1])
 
 
 def sizes_as_tuples(tree: Any) -> Any:

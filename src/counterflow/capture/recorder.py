@@ -28,9 +28,9 @@ from .call_arguments import (
     ABSENT,
     DRAWING,
     UNSEEN,
-    SharedContainers,
     is_constant,
     same,
+    shared_containers,
     sizes_as_tuples,
     versions,
 )
@@ -254,7 +254,7 @@ class Recorder(TorchFunctionMode):
         self._refuse_switched(path, module)
         self._refuse_effects()
         takes = self._template((args, kwargs))
-        before, shared = versions((args, kwargs)), SharedContainers((args, kwargs))
+        before, shared = versions((args, kwargs)), shared_containers((args, kwargs))
         self._atoms += 1
         self._attentions = []
         try:

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from counterflow.api.aux_loss import add_loss, added_losses
 from counterflow.capture.layer import CapturedLayer
 from counterflow.capture.output_hooks import is_output_hook
+from counterflow.common.containers import containers_in, replace_entries
 from counterflow.common.tensors.torch_private import hooks_of_module, intercepted
 from counterflow.common.trees import tensors_in
 
@@ -161,9 +162,12 @@ class ModelForward:
             return self._added(self._owner.call(request))
         result: ModuleResult = self._rounds.call(self._rank_of(layer), request)
         tensors = list(tensors_in((request.args, request.kwargs)))
+        containers = list(containers_in((request.args, request.kwargs)))
         with torch.no_grad():
             for position, value in result.changes.items():
                 tensors[position].copy_(value)
+        for number, content in result.containers.items():
+            replace_entries(containers[number], content)
         for hook in filter(is_output_hook, hooks_of_module(module)):  # it collects for the forward here
             hook(module, request.args, result.output)
         return self._added(result)

@@ -18,6 +18,7 @@ from typing_extensions import override
 from counterflow.api.aux_loss import added_losses
 from counterflow.api.skip import Carried
 from counterflow.capture.layer import CapturedLayer
+from counterflow.common.containers import ContainerEntries, containers_in
 from counterflow.common.tensors.torch_private import buffers_of
 from counterflow.common.trees import version_of
 
@@ -56,12 +57,14 @@ class ModuleResult(NamedTuple):
         terms: terms that it adds to the loss, by name.
         states: states of the generators after the call.
         changes: arguments that the call changed in place, by their number among the tensors.
+        containers: lists and dicts to which it gave other entries, by their number among these.
     """
 
     output: Any
     terms: dict[str, Tensor]
     states: Sequence[Tensor]
     changes: dict[int, Tensor]
+    containers: dict[int, Any]
 
 
 class StageRun(NamedTuple):
@@ -208,6 +211,7 @@ class Owner:
         """Call a module within the random stream of its layer."""
         tensors = [x for x in pytree.tree_leaves((request.args, request.kwargs)) if isinstance(x, Tensor)]
         versions = [version_of(tensor) for tensor in tensors]
+        entries = ContainerEntries(list(containers_in((request.args, request.kwargs))))
         inputs: tuple[Sketch, ...] = () if self.sketches is None else sketches_of(tensors)
         with self.stream(request.key.layer, request.states) as states, added_losses() as terms:
             output = module(*request.args, **request.kwargs)
@@ -218,7 +222,7 @@ class Owner:
             for number, (tensor, version) in enumerate(zip(tensors, versions, strict=True))
             if version_of(tensor) != version
         }
-        return ModuleResult(output, dict(terms), states, changes)
+        return ModuleResult(output, dict(terms), states, changes, entries.changed())
 
     def stream(self, layer: int, states: Sequence[Tensor] | None) -> AbstractContextManager[list[Tensor]]:
         """Context of a function's call within the random stream of a layer; see ``continued``."""
