@@ -6,8 +6,7 @@ import ctypes
 import os
 import platform
 
-_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
-"""Numbers of glibc's parameters, from malloc.h."""
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # numbers of glibc's parameters, from malloc.h
 
 _MMAP_BYTES = 32 << 20
 """Bytes of a block from which it is mapped by itself: the most that glibc's own adjustment reaches."""
