@@ -38,7 +38,7 @@ from typing import Any
 
 import captured
 import torch
-from kit import arguments, keep, machine, machine_line
+from kit import RESULTS, arguments, keep, machine, machine_line
 from machine_speed import MachineSpeed
 from memory import peak_of_steps
 from torch import Tensor, nn
@@ -326,7 +326,11 @@ def measured_row(name: str, speed: MachineSpeed, *, workers: int, steps: int) ->
         try:
             runs = cf.launch(work, name, steps, workers=workers, transport="gloo", threads=1)
         except cf.CounterflowError as error:
-            return Row(name, (time.perf_counter() - began) / 60, str(error).partition("\n")[0])
+            return Row(
+                name,
+                (time.perf_counter() - began) / 60,
+                str(error).partition("\n")[0].replace(f"{RESULTS.parents[1]}/", ""),
+            )
     first = runs[0]
     slowest = [max(times) for times in zip(*(run.seconds for run in runs), strict=True)]
     quieter = sorted(slowest)[: max(1, len(slowest) // 2)]

@@ -111,9 +111,8 @@ class Execution(Options):
     capture: bool = option(False, "true or false", may_differ=True)
     """Whether forwards and backwards of stages are captured as CUDA graphs, and replayed in later steps.
 
-    Each unit in flight has graphs and memory of its own; with ``recompute="stage"`` from its second forward
-    to the end of its backward. Evaluation, generation, losses and optimisers run plainly, and so do stages
-    that cannot be captured: ``Pipeline.captured`` says why. Without ``compile``.
+    Each unit in flight has graphs and memory of its own. Evaluation, generation, losses and optimisers run
+    plainly, and so do stages that cannot be captured: ``Pipeline.captured`` says why. Without ``compile``.
     """
 
     autocast: LowPrecision = option(None, "bfloat16 or float16, in quotes")

@@ -74,7 +74,7 @@ class Call:
         args: tuple[Any, ...] = ()
         named = {**dict(self.options), **kwargs}
         if isinstance(inputs, Mapping):
-            known = inputs.keys() & {*self.names}
+            known = inputs.keys() & self.names
             if known and (self.any_name or len(known) == len(inputs)):
                 named |= dict(inputs)
             else:
@@ -93,8 +93,7 @@ class Call:
             args = tuple(inputs)
         elif inputs is not None:
             args = (inputs,)
-        ordered = [name for name in self.names if name in named]
-        return args, {name: named[name] for name in dict.fromkeys((*ordered, *named))}
+        return args, {name: named[name] for name in self.names if name in named} | named
 
     def run(self, model: nn.Module, inputs: Any, kwargs: Mapping[str, Any]) -> Any:
         """Output of the model."""

@@ -16,7 +16,7 @@ import torch
 from .call_arguments import PLAIN
 from .placeholders import OfDtype, PlaceholderSlice, Size, Template
 from .record import Record, RecordedCall
-from .sizes import Varies
+from .sizes import Varies, equal_values
 
 MARKS = (torch.float64, torch.bfloat16, None)
 """Dtypes of fake weights; everything of this dtype then depends on the weights' dtype.
@@ -92,6 +92,6 @@ class _Names:
             return unmarked
         number = marked.of(self._sizes) if isinstance(marked, Size) else marked
         plain = isinstance(number, PLAIN) and isinstance(unmarked, PLAIN)
-        if plain and number != unmarked and not number != number != unmarked != unmarked:  # noqa: PLR0124
+        if plain and not equal_values(number, unmarked):
             raise VariesByDtype(f"{number!r} is {unmarked!r} for weights of another dtype")
         return marked

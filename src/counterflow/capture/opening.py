@@ -67,22 +67,18 @@ def records_of(model: nn.Module, inputs: Any, kwargs: Mapping[str, Any], dim: in
     for mark in MARKS:
         if mark is not None and by_dtype:
             continue
-        for lengths in (True, False):
-            example = example_of(model, inputs, kwargs, dim, lengths=lengths)
+        for sample_dim, lengths in ((dim, True), (dim, False), (None, False)):
+            example = example_of(model, inputs, kwargs, sample_dim, lengths=lengths)
             try:
                 return _Opening(model, example, mark=mark, autocast=autocast).records()
             except Unfollowed as error:
                 errors.append(error)
+            except VariesByDtype:
+                by_dtype = True
+                break
             except Varies as error:
-                by_dtype |= isinstance(error, VariesByDtype)
-        try:
-            example = example_of(model, inputs, kwargs, None, lengths=False)
-            return _Opening(model, example, mark=mark, autocast=autocast).records()
-        except Unfollowed as error:
-            errors.append(error)
-        except Varies as error:
-            by_dtype |= isinstance(error, VariesByDtype)
-            errors.append(Unfollowed("", f"does not do the same in each run ({error})"))
+                if sample_dim is None:
+                    errors.append(Unfollowed("", f"does not do the same in each run ({error})"))
     raise ConfigError(_refusal(model, errors[0])) from errors[0].__cause__
 
 
@@ -330,7 +326,7 @@ class _Opening:
             unmarked = self._run({}, training=training, marked=False)
         except Unfollowed:  # a function of torch that accepts fewer dtypes without values than with them
             return record
-        return with_named_dtypes(record, unmarked, main_dtype(self._model), sizes_of(self._example))
+        return with_named_dtypes(record, unmarked, main_dtype(self._model), sizes[0])
 
     def _large(self, record: Record) -> Collection[str]:
         limit = record.costs.get("", 0.0) * _SHARE

@@ -127,7 +127,7 @@ def _refuse_other_leaves(template: Template, run_template: Template, sizes: Mapp
         expected = leaf.of(sizes) if type(leaf) is Size else leaf
         of_dtype = isinstance(leaf, (OfDtype, torch.dtype)) or isinstance(run_leaf, OfDtype)
         known = of_dtype or (type(expected) is PlaceholderSlice and type(run_leaf) is PlaceholderSlice)
-        if not known and (type(expected) is not type(run_leaf) or not _equal(expected, run_leaf)):
+        if not known and (type(expected) is not type(run_leaf) or not equal_values(expected, run_leaf)):
             raise Varies(f"{expected!r} is {run_leaf!r}")
 
 
@@ -193,7 +193,7 @@ class _Fit:
 
     def leaf(self, leaves: Sequence[Any]) -> Any:
         first = leaves[0]
-        if all(type(leaf) is type(first) and _equal(leaf, first) for leaf in leaves):
+        if all(type(leaf) is type(first) and equal_values(leaf, first) for leaf in leaves):
             return first
         if all(type(leaf) is PlaceholderSlice for leaf in leaves):
             ends = ([getattr(leaf, name) for leaf in leaves] for name in ("start", "stop", "step"))
@@ -223,8 +223,9 @@ class _Fit:
         return Size(groups, factor, more, kind) if exact and factor else None
 
 
-def _equal(first: Any, second: Any) -> bool:
+def equal_values(first: Any, second: Any) -> bool:
+    """Tell whether two runs have the same value; NaN is NaN."""
     try:
-        return bool(first == second) or first is second or first != first  # noqa: PLR0124 - NaN
+        return first is second or bool(first == second) or bool(first != first and second != second)  # noqa: PLR0124
     except Exception:  # of a user's class
         return False

@@ -74,7 +74,8 @@ def _measured(
     quiet = _is_quiet(transport)
     for turn in range(repeats + max(2, repeats // 3)):
         transport.gather([0.0])  # all begin together
-        _compute(transport)
+        if transport.device.type == "cpu":
+            _compute(_COMPUTE_SECONDS)
         seconds = run(tensor)
         if seconds is not None and turn >= max(2, repeats // 3):
             durations.append(seconds)
@@ -87,11 +88,10 @@ _COMPUTE_SECONDS = 0.001
 """Time for which workers on cores compute before a message."""
 
 
-def _compute(transport: Transport) -> None:
-    if transport.device.type == "cpu":
-        begin = time.perf_counter()
-        while time.perf_counter() - begin < _COMPUTE_SECONDS:
-            pass
+def _compute(seconds: float) -> None:
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < seconds:
+        pass
 
 
 _PROBE_SECONDS = 0.02
@@ -106,8 +106,7 @@ def _is_quiet(transport: Transport) -> bool:
     """
     transport.gather([0.0])
     begin = read_start()
-    while time.perf_counter() - begin.wall < _PROBE_SECONDS:
-        pass
+    _compute(_PROBE_SECONDS)
     share = waiting_share([lap(begin, read_stop())]) or 0.0
     return max(row[0] for row in transport.gather([share])) <= WAITING
 

@@ -46,13 +46,17 @@ class ShapeMode(FakeTensorMode):
 
 @contextmanager
 def silent_fake_tensors() -> Iterator[None]:
-    """Silence torch's log of each failed attempt."""
+    """Silence torch's log of each failed attempt; several threads may do so at once."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
+
+    def refuse(_: logging.LogRecord) -> bool:
+        return False
+
+    log.addFilter(refuse)
     try:
         yield
     finally:
-        log.disabled = before
+        log.removeFilter(refuse)
 
 
 @contextmanager

@@ -121,15 +121,13 @@ class FirstSteps:
         checks = self._input_checks
         if not self._diagnoses_inputs or not sizes or not kind or kind in checks.settled:
             return None
-        diagnosis = InputCutDiagnosis.of(user_batch, sizes, self._parts, checks)
-        if diagnosis is None:
-            return None
-        if not diagnosis.ways:
+        due = trains and is_doubling(step)
+        diagnosis = InputCutDiagnosis.of(user_batch, sizes, self._parts, checks, due=due)
+        if diagnosis is not None and not diagnosis.ways:
             if len(checks.settled) < _INPUT_KINDS:
                 checks.settled.add(kind)
             return None
-        waits = diagnosis.key in checks.undecided and not (trains and is_doubling(step))
-        return None if waits else diagnosis
+        return diagnosis
 
     def of_step(
         self, kind: int, *, trains: bool, step: int, has_losses: bool, units: int | None, compares: bool

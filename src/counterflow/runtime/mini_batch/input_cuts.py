@@ -74,15 +74,18 @@ class InputCutDiagnosis:
 
     @classmethod
     def of(
-        cls, user_batch: UserBatch, sizes: Sequence[int], parts: int, checks: InputChecks
+        cls, user_batch: UserBatch, sizes: Sequence[int], parts: int, checks: InputChecks, *, due: bool
     ) -> InputCutDiagnosis | None:
-        """Diagnosis of a mini-batch's inputs, without ways if none may be cut by coincidence; None: no cut.
+        """Diagnosis of a mini-batch's inputs, without ways if none may be cut by coincidence.
+
+        None: nothing is cut, or no diagnosis is due.
 
         Args:
             user_batch: inputs and targets of this worker.
             sizes: samples by micro-batch.
             parts: number of units into which the scheme cuts each micro-batch.
             checks: earlier diagnoses.
+            due: True if earlier ones that decided nothing are due again.
         """
         inputs, ready = user_batch.inputs, user_batch.ready
         if inputs is None or isinstance(inputs[0], Tensor):
@@ -93,6 +96,8 @@ class InputCutDiagnosis:
         tree, samples = (inputs[first], sizes[first]) if ready else (inputs[0], sum(sizes))
         leaves = _cut_leaves(tree, user_batch.input_dims, samples)
         key = frozenset((leaf.path, leaf.dim, len(leaf.shape)) for leaf in leaves)
+        if key in checks.undecided and not due:
+            return None
         ways = () if key in checks.settled else tuple(islice(other_ways(leaves, samples), _WAYS))
         return cls(tree, user_batch.input_dims, leaves, ways, checks, key)
 

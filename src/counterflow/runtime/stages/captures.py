@@ -119,6 +119,10 @@ class _ShapeGraphs:
     used: dict[StageGraphs, weakref.ref[object]] = field(default_factory=dict)
     free: list[StageGraphs] = field(default_factory=list)
 
+    def is_plain(self, step: int) -> bool:
+        """True if units of a step run plainly: too few steps were watched."""
+        return self.plain_steps < _PLAIN_STEPS or step == self.last_step
+
     def take(self, user: object) -> StageGraphs | None:
         """Free graphs, for a pass; None: a further unit is in flight."""
         if not self.free:  # passes that were dropped without a backward
@@ -200,7 +204,7 @@ class Captures(StageWrapper):
         if known is None:
             return plain(value), None
         structure, tensors, of_shape = known
-        if of_shape.plain_steps < _PLAIN_STEPS or step == of_shape.last_step:
+        if of_shape.is_plain(step):
             if step != of_shape.last_step:
                 of_shape.plain_steps, of_shape.last_step = of_shape.plain_steps + 1, step
             return self._run_watched(value, tensors, step, rows)
@@ -217,7 +221,7 @@ class Captures(StageWrapper):
         if known is None:
             return plain(value)
         structure, tensors, of_shape = known
-        if of_shape.plain_steps < _PLAIN_STEPS or step == of_shape.last_step:
+        if of_shape.is_plain(step):
             return plain(value)
         graphs = self._take(of_shape, unit, structure, tensors)
         output, _ = graphs.forward(tensors, step, rows)
@@ -228,7 +232,7 @@ class Captures(StageWrapper):
     def _shape_of(
         self, value: Value, step: int
     ) -> tuple[Structure | None, list[Tensor], _ShapeGraphs] | None:
-        """Return the structure and tensors of an input, and the graphs of their shapes; None: it has none."""
+        # Structure and tensors of an input, and the graphs of their shapes; None: it has none.
         if step != self._step:
             self._begin_step(step)
         if type(value) is WithAuxLosses:

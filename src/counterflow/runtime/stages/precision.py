@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from counterflow.api.skip import Carried
+from counterflow.capture.layer import CapturedLayer
 from counterflow.common.tensors.devices import autocast_type
 from counterflow.common.tensors.dtypes import dtype_of
 from counterflow.common.tensors.torch_private import keeps_statistics, parameters_of, set_version_counters
@@ -203,7 +204,7 @@ class Cast(Precision):
                     f"compute_dtype replaces weights while layers run, and {type(child).__name__} keeps its "
                     "own list of them; take autocast"
                 )
-            if getattr(child, "follows_dtype", True) is False:
+            if isinstance(child, CapturedLayer) and not child.follows_dtype:
                 raise ConfigError(
                     "compute_dtype casts weights, and the model's forward makes numbers of their dtype (of "
                     "torch.finfo, say), which automatic layers have of the weights themselves; take "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # numbers of glibc's parameters, from malloc.h
 
@@ -24,13 +23,12 @@ def keep_freed_memory() -> bool:
     are.
     """
     tunables = os.environ.get("GLIBC_TUNABLES", "")
+    library = ctypes.CDLL(None)
     if (
         "glibc.malloc" in tunables
         or any(name.startswith("MALLOC_") for name in os.environ)
-        or platform.libc_ver()[0] != "glibc"
+        or not hasattr(library, "gnu_get_libc_version")
     ):
         return False
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-    if set_option is None:
-        return False
+    set_option = library.mallopt
     return bool(set_option(_MMAP_THRESHOLD, _MMAP_BYTES) and set_option(_TRIM_THRESHOLD, _TRIM_BYTES))

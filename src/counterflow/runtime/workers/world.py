@@ -178,7 +178,6 @@ def _make(
         raise WorkerError(f"not all workers joined: {error}") from error
     if _process.world is None:
         atexit.register(_at_exit)
-        os.register_at_fork(after_in_child=_forget)
     _process.world = dist.group.WORLD
     _process.transports.append(transport)
     return transport
@@ -369,6 +368,9 @@ def _forget() -> None:
     # A fork has no thread of its transports: it must neither leave the others, nor wait for a store.
     _process.transports.clear()
     _process.began_world = False
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def _at_exit() -> None:

@@ -119,9 +119,7 @@ class OptimizerShardDiagnosis:
         copies: dict[str, nn.Parameter] = {}
         for number, (name, parameter) in enumerate(self._probed.items()):
             values = self._values(parameter, 0.1, 0, number)
-            copies[name] = nn.Parameter(
-                like(parameter, _part(values, parameter).clone(), values) if sharded else values
-            )
+            copies[name] = nn.Parameter(_shard(values, parameter) if sharded else values)
             attributes = vars(parameter).items()
             vars(copies[name]).update((key, value) for key, value in attributes if not key.startswith("_"))
         optimizer = self._make([*copies.items()])
@@ -133,9 +131,7 @@ class OptimizerShardDiagnosis:
         for step in range(1, _STEPS + 1):
             for number, (name, parameter) in enumerate(self._probed.items()):
                 gradient = self._values(parameter, 1.0, step, number)
-                copies[name].grad = (
-                    like(parameter, _part(gradient, parameter).clone(), gradient) if sharded else gradient
-                )
+                copies[name].grad = _shard(gradient, parameter) if sharded else gradient
             optimizer.step()
         drew = not torch.equal(before, torch.default_generator.get_state())
         return _Result({name: copy.detach() for name, copy in copies.items()}, drew)
@@ -185,3 +181,7 @@ def _part(tensor: Tensor, parameter: Any) -> Tensor:
     layout = {"device_mesh": parameter.device_mesh, "placements": parameter.placements}
     shape, offset = local_shape_and_offset(SimpleNamespace(shape=tensor.shape, **layout))
     return tensor[tuple(slice(first, first + size) for size, first in zip(shape, offset, strict=True))]
+
+
+def _shard(tensor: Tensor, parameter: Any) -> Tensor:
+    return like(parameter, _part(tensor, parameter).clone(), tensor)
