@@ -163,6 +163,17 @@ def scaled_products() -> list[nn.Module]:
     return [Both(scaled, lin=linear()), linear()]
 
 
+def bias_matrix() -> list[nn.Module]:
+    """A bias of each element, with as many rows as a weight has."""
+    rows = 2 * 3
+    layer = Both(
+        lambda s, x: torch.addmm(s.bias, x.flatten(0, -2), s.weight.t()).view(2, 3, rows),
+        bias=vector(rows, rows),
+        weight=vector(rows, WIDTH),
+    )
+    return [linear(), layer]
+
+
 def bias_used_twice() -> list[nn.Module]:
     return [Both(lambda s, x: s.lin(x) * s.lin.bias, lin=linear()), linear()]
 
@@ -187,6 +198,7 @@ MODELS: dict[str, Callable[[], list[nn.Module]]] = {
     "weights alone": weights_alone,
     "batch norms": norms,
     "scaled products": scaled_products,
+    "a bias of each element": bias_matrix,
     "a bias used twice": bias_used_twice,
     "recurrent": recurrent,
     "nothing to train": lambda: [nn.Tanh(), frozen(linear())],

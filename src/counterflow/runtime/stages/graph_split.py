@@ -50,11 +50,13 @@ class TraversedGraph(NamedTuple):
         nodes: all nodes, each once, the outputs' first.
         roots: edges where it begins: numbers of nodes and of their outputs.
         shape: shape; graphs of one shape have the same partition.
+        leaves: leaf tensors by the number of the node that accumulates their gradient.
     """
 
     nodes: list[Node]
     roots: tuple[tuple[int, int], ...]
     shape: Shape
+    leaves: dict[int, Tensor]
 
 
 class Slot(NamedTuple):
@@ -119,20 +121,26 @@ def traverse(roots: Iterable[GradientEdge], inputs: Sequence[Tensor]) -> Travers
             nodes.append(root.node)
         begins.append((number, root.output_nr))
     shape: list[Any] = [*begins]
-    for node in nodes:  # which grows
-        shape.append(type(node))
+    leaves: dict[int, Tensor] = {}
+    add = shape.append
+    for place, node in enumerate(nodes):  # which grows
+        add(type(node))
         children = node.next_functions
         if not children:
-            shape.append(input_numbers.get(id(variable(node)), -1))
+            leaf = variable(node)
+            add(input_numbers.get(id(leaf), -1))
+            if leaf is not None:
+                leaves[place] = leaf
         for child, output in children:
             if child is None:
-                shape.append(None)
+                add(None)
                 continue
             number = numbers.setdefault(child, len(nodes))
             if number == len(nodes):
                 nodes.append(child)
-            shape += (number, output)
-    return TraversedGraph(nodes, tuple(begins), tuple(shape))
+            add(number)
+            add(output)
+    return TraversedGraph(nodes, tuple(begins), tuple(shape), leaves)
 
 
 def partition_graph(
@@ -196,8 +204,7 @@ class _Parts:
             for node in graph.nodes
         ]
         input_ids = {id(tensor) for tensor in inputs}
-        ends = ((n, variable(node)) for n, node in enumerate(graph.nodes) if not edges[n])
-        self.leaves = {n: leaf for n, leaf in ends if leaf is not None}
+        self.leaves = graph.leaves
         backbone = _above(edges, [n for n, leaf in self.leaves.items() if id(leaf) in input_ids])
         self._branches = [n for n in range(len(graph.nodes)) if n not in backbone]
         self._groups = groups = _UnionFind(self._branches)

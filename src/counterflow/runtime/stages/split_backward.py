@@ -16,7 +16,7 @@ the input gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from typing_extensions import override
 
-from counterflow.common.tensors.graphs import pointers, variable
+from counterflow.common.tensors.graphs import pointers
 from counterflow.common.tensors.torch_private import run_backward
 from counterflow.errors import ConfigError
 
@@ -167,16 +167,18 @@ class _Plan(NamedTuple):
     Attributes:
         edges: edges where it begins.
         nodes: its nodes.
+        leaves: leaf tensors by the number of the node that accumulates their gradient.
         partition: its partition.
         weights: weights whose gradients are made with the input gradient.
-        places: edges whose gradients the other weight gradients begin with.
+        places: by boundary, the edges with whose gradients its weight gradients begin.
     """
 
     edges: Sequence[GradientEdge]
     nodes: Sequence[Node]
+    leaves: Mapping[int, Tensor]
     partition: GraphPartition
     weights: Sequence[Tensor]
-    places: Sequence[GradientEdge]
+    places: Sequence[Sequence[GradientEdge]]
 
 
 class SplitBackward:
@@ -260,10 +262,11 @@ class SplitBackward:
 
     def weight_gradients(self) -> None:
         """Accumulate the gradients that ``input_gradient`` left."""
-        split_planner = self.split_planner
-        with split_planner.hooks.making(Half.WEIGHT_GRADIENTS), split_planner.gathered(), torch.no_grad():
-            while self._pending:
-                self._pending.pop(0).accumulate(direct=split_planner.direct)
+        split_planner, pending = self.split_planner, self._pending
+        pending.reverse()
+        with split_planner.hooks.making(Half.WEIGHT_GRADIENTS), split_planner.gathered():
+            while pending:
+                pending.pop().accumulate(direct=split_planner.direct)
 
     def _piece(
         self,
@@ -286,7 +289,7 @@ class SplitBackward:
         plan, self._ahead = self._ahead, None
         if plan is None or plan.edges is not edges:
             plan = self._plan(edges, inputs, detach_points)
-        _, nodes, partition, weights, places = plan
+        _, nodes, _, partition, weights, places = plan
         compiled = () if self.split_planner.gathers else [nodes[n] for n in partition.compiled]
         deferral = deferring(compiled, self._pending) if compiled else _NOTHING
         if not partition.boundaries:
@@ -296,16 +299,21 @@ class SplitBackward:
         if look or self._replays:
             self._keep(list(saved_in(nodes, partition.saved)), look=look)
         reached = [inputs[number] for number in partition.inputs]
-        wanted = [*reached, *weights, *places]
+        wanted: list[Any] = [*reached, *weights]
+        for edges_of_boundary in places:
+            wanted += edges_of_boundary
         with deferral:
-            gradients_made = iter(_captured(edges, gradients, wanted, direct=direct))
+            made = _captured(edges, gradients, wanted, direct=direct)
+        at = 0
         for tensor in reached:
-            gradient = next(gradients_made)
+            gradient = made[at]
+            at += 1
             if gradient is not None:
                 tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
         for weight in weights:
-            add_gradient(weight, next(gradients_made))
-        self._save_boundary_gradients(partition, nodes, list(zip(places, gradients_made, strict=True)))
+            add_gradient(weight, made[at])
+            at += 1
+        self._save_boundary_gradients(plan, made, at)
         for slot in partition.dropped:
             saved = getattr(nodes[slot.node], slot.name)
             _drop(saved if slot.place is None else saved[slot.place])
@@ -314,14 +322,14 @@ class SplitBackward:
         self, edges: Sequence[GradientEdge], inputs: Sequence[Tensor], detach_points: Sequence[DetachPoint]
     ) -> _Plan:
         graph = traverse(edges, inputs)
-        nodes, partition = graph.nodes, self.split_planner.partition(graph, inputs, detach_points)
-        weights = [variable(nodes[n]) for n in partition.early] if partition.boundaries else ()
+        nodes, leaves = graph.nodes, graph.leaves
+        partition = self.split_planner.partition(graph, inputs, detach_points)
+        weights = [leaves[n] for n in partition.early] if partition.boundaries else ()
         places = [
-            GradientEdge(nodes[boundary.node], output)
+            [GradientEdge(nodes[boundary.node], output) for output in boundary.outputs]
             for boundary in partition.boundaries
-            for output in boundary.outputs
         ]
-        return _Plan(edges, nodes, partition, weights, places)
+        return _Plan(edges, nodes, leaves, partition, weights, places)
 
     def _keep(self, saved: list[Any], *, look: bool) -> None:
         for packed in saved:
@@ -330,21 +338,19 @@ class SplitBackward:
         if look:
             self._saved += saved
 
-    def _save_boundary_gradients(
-        self,
-        partition: GraphPartition,
-        nodes: Sequence[Node],
-        reached: Sequence[tuple[GradientEdge, Tensor | None]],
-    ) -> None:
-        at, split_planner = 0, self.split_planner
+    def _save_boundary_gradients(self, plan: _Plan, made: Gradients, at: int) -> None:
+        split_planner = self.split_planner
         plain = split_planner.watches_hooks and not (split_planner.hooks.has_hooks or split_planner.gathers)
-        for boundary in partition.boundaries:
-            of_boundary = reached[at : at + len(boundary.outputs)]
-            at += len(of_boundary)
-            known = [(place, gradient) for place, gradient in of_boundary if gradient is not None]
-            if known:
-                leaves = [variable(nodes[n]) for n in boundary.weights]
-                edges, gradients = [place for place, _ in known], [gradient for _, gradient in known]
+        for boundary, places in zip(plan.partition.boundaries, plan.places, strict=True):
+            edges, gradients = [], []
+            for place in places:
+                gradient = made[at]
+                at += 1
+                if gradient is not None:
+                    edges.append(place)
+                    gradients.append(gradient)
+            if edges:
+                leaves = [plan.leaves[n] for n in boundary.weights]
                 kind = PendingProduct if plain and boundary.is_product else PendingWeightGradients
                 self._pending.append(kind(edges, gradients, leaves))
 

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from counterflow.common.tensors.graphs import gradient_edge, variable
+from counterflow.common.tensors.graphs import gradient_edge
 from counterflow.common.tensors.torch_private import has_hooks, parameters_of
 from counterflow.errors import ConfigError
 
@@ -358,15 +358,11 @@ def _split(
         their weights.
     """
     graph = traverse(roots, inputs)
-    nodes, partition = graph.nodes, partition_graph(graph, inputs, frozenset())
+    nodes, leaves, partition = graph.nodes, graph.leaves, partition_graph(graph, inputs, frozenset())
     if not partition.boundaries:  # all is made at once
         return weights, []
-
-    def leaves(numbers: Sequence[int]) -> list[Tensor]:
-        return [variable(nodes[n]) for n in numbers]
-
-    return leaves(partition.early), [
-        ([GradientEdge(nodes[b.node], output) for output in b.outputs], leaves(b.weights))
+    return [leaves[n] for n in partition.early], [
+        ([GradientEdge(nodes[b.node], output) for output in b.outputs], [leaves[n] for n in b.weights])
         for b in partition.boundaries
     ]
 

@@ -79,14 +79,16 @@ class PendingProduct(PendingWeightGradients):
 
     @override
     def accumulate(self, *, direct: bool) -> None:
-        (edge,), (gradient,), leaves = self.edges, self.gradients, self.weights or ()
+        (gradient,), leaves = self.gradients, self.weights or ()
         totals = [total for leaf in leaves if (total := _plain_total(leaf, gradient)) is not None]
         fit = len(totals) == len(leaves) and all(b.shape == gradient.shape[1:] for b in leaves[1:])
-        rows = product_rows(edge.node) if fit else None
+        rows = product_rows(self.edges[0].node) if fit else None
         if rows is None:
             super().accumulate(direct=direct)
             return
-        totals[0].addmm_(gradient.t(), rows)
+        if gradient.requires_grad:  # a message's memory may have been an output's
+            gradient = gradient.detach()
+        totals[0].addmm_(gradient.t(), rows.detach())
         for bias in totals[1:]:
             bias.add_(gradient.sum(0))
 
@@ -95,10 +97,11 @@ def _plain_total(weight: Tensor, gradient: Tensor) -> Tensor | None:
     """Return the gradient that a weight has, if autograd would add to it, and do no more."""
     total = weight.grad
     plain = (
-        type(weight) in _PLAIN
+        type(total) is Tensor
+        and type(weight) in _PLAIN
         and type(gradient) is Tensor
-        and type(total) is Tensor
         and weight.dtype is gradient.dtype is total.dtype
+        and not total.requires_grad
         and not has_hooks(weight)
     )
     return total if plain else None
