@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .contents import ContextContent
 from .instances import instances_of
 from .namespaces import is_library
 from .python_state import DictEntries, PythonState, WatchedContainer
@@ -113,10 +114,14 @@ class Effects:
             )
         }
 
-    def refusal(self) -> str | None:
-        """Effect of the code of opened modules since the last call of a module; None: there is none."""
+    def refusal(self, *, ended: bool = False) -> str | None:
+        """Effect of the code of opened modules since the last call of a module; None: there is none.
+
+        Args:
+            ended: whether the run is over; before, variables of ``contextvars`` may be set.
+        """
         for watch in (*self._module_attributes.changed(), *self._reachable.changed()):
-            if not self._is_cache(watch):
+            if not (self._is_cache(watch) or (isinstance(watch, ContextContent) and not ended)):
                 return f"changes {watch.label}"
         for cache in self._filled():
             if not all(map(self._lasts, _tensors_of(cache))):
@@ -128,8 +133,9 @@ class Effects:
     def accept(self) -> None:
         """Accept the effects of a called module, of which those outside the copy are undone."""
         for watch in self._reachable.changed():
-            self.live.append(watch.label)
-            watch.restore()
+            if not isinstance(watch, ContextContent):
+                self.live.append(watch.label)
+                watch.restore()
         if self._module_attributes.changed():
             before, self._module_attributes = self._module_attributes, self._attributes()
             self.live += before.differences(self._module_attributes)

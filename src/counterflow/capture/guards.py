@@ -4,8 +4,9 @@ The recorded run notes which attributes of modules are read. The values of these
 closures of the functions that ran, the modules of opened modules, their hooks, and the settings of torch are
 the guards. An attribute that no opened forward reads is none, so a change of it costs nothing.
 
-Not seen: entries of containers of more than 10,000 entries, large arrays of NumPy, objects of C extensions,
-and globals of installed libraries that no user changes between steps (``walk``).
+Not seen: entries of containers of more than 10,000 entries, single entries of arrays of more than 64 KiB,
+objects of C extensions that export no memory, changes of larger tensors by ``tensor.data``, and globals of
+installed libraries that no user changes between steps (``walk``).
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterable
 from types import ModuleType
 
@@ -10,6 +11,13 @@ _LIBRARIES = frozenset(sys.stdlib_module_names) | {
     *("torch", "torchvision", "torchaudio", "numpy", "scipy", "sympy", "triton", "einops", "counterflow"),
     *("transformers", "accelerate", "peft", "trl", "diffusers", "timm", "safetensors", "tokenizers"),
 }
+
+_CONFIGS = frozenset(
+    (
+        *("types", "argparse", "collections", "configparser", "weakref", "_weakrefset", "threading"),
+        *("multiprocessing", "transformers", "peft", "diffusers"),
+    )
+)
 
 
 def is_library(name: str | None) -> bool:
@@ -66,14 +74,7 @@ def slots_of(kind: type) -> tuple[str, ...]:
 
 def is_config(kind: type) -> bool:
     """Tell whether objects of a library's class are entered."""
-    return kind.__module__.partition(".")[0] in (
-        "types",
-        "argparse",
-        "transformers",
-        "peft",
-        "diffusers",
-        "collections",
-    )
+    return kind is threading.local or kind.__module__.partition(".")[0] in _CONFIGS
 
 
 def is_operator(name: str) -> bool:

@@ -17,9 +17,7 @@ from operator import attrgetter, is_
 from types import CellType, FunctionType, ModuleType
 from typing import Any, Protocol
 
-from torch import Tensor, nn
-
-from counterflow.common.trees import version_of
+from torch import nn
 
 ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "absent"})()
 """Value of a name that does not exist."""
@@ -320,38 +318,6 @@ class Cell:
             del self._cell.cell_contents
         else:
             self._cell.cell_contents = self._value
-
-
-class Version:
-    """Content of a tensor, by torch's count of its changes; it cannot be restored."""
-
-    __slots__ = ("_tensor", "_version", "label")
-
-    def __init__(self, label: str, tensor: Tensor) -> None:
-        self.label, self._tensor, self._version = label, tensor, version_of(tensor)
-
-    def unchanged(self) -> bool:
-        """Compare the entries with the saved ones, by identity."""
-        return version_of(self._tensor) == self._version
-
-    def restore(self) -> None:
-        """Leave the tensor as it is: a run without values changes none that has some."""
-
-
-class ArrayContent:
-    """Content of a small array of NumPy."""
-
-    __slots__ = ("_array", "_bytes", "label")
-
-    def __init__(self, label: str, array: Any) -> None:
-        self.label, self._array, self._bytes = label, array, array.tobytes()
-
-    def unchanged(self) -> bool:
-        """Compare the entries with the saved ones, by identity."""
-        return bool(self._array.tobytes() == self._bytes)
-
-    def restore(self) -> None:
-        """Leave the array as it is."""
 
 
 class Unknown:

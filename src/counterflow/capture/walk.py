@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from .code_names import imported_modules, names_in
+from .contents import Classes, ContentWatch, Version, content_watch
 from .namespaces import Namespace, is_config, is_library, is_operator, of_users, slots_of
 from .python_state import (
     ABSENT,
     AbsentNames,
-    ArrayContent,
     Cell,
     DictEntries,
     FunctionParts,
@@ -40,7 +40,6 @@ from .python_state import (
     PythonState,
     Same,
     Slots,
-    Version,
     content_of,
 )
 
@@ -57,8 +56,6 @@ _LARGEST = 50_000
 """Largest number of values of a state; further ones are not looked at."""
 _LONGEST = 10_000
 """Largest number of entries of a container that is walked; of a larger one only the length is compared."""
-_BYTES = 4096
-"""Largest array whose content is compared."""
 
 
 class Walk:
@@ -76,6 +73,7 @@ class Walk:
         self._model = {id(m) for m in (*model.modules(), *objects)}
         self._tensors = {id(t) for t in (*model.parameters(), *model.buffers())}
         self._walked: dict[int, tuple[int, object]] = {}
+        self._classes: list[tuple[str, object]] = []
         self._names: dict[int, tuple[Mapping[str, Any], dict[str, str], object]] = {}
         self._functions: dict[int, object] = {}
         self._mentions: set[str] = set()
@@ -92,6 +90,7 @@ class Walk:
             AbsentNames(space.label, space.owner, space.names) for space in self._namespaces.values()
         ]
         self.state.watches += [Names(*entry) for entry in self._names.values()]
+        self.state.watches.append(Classes(self._classes))
         self._names.clear()
         return self.state
 
@@ -122,6 +121,7 @@ class Walk:
     def members(self, label: str, owner: object, names: Iterable[str]) -> None:
         """Walk some attributes of an object, and the functions of its class that these are."""
         attributes = vars(owner)
+        self._class_of(label, owner)
         self._note_class(type(owner), methods=True)
         for name in names:
             member = f"{label}.{name}"
@@ -134,6 +134,7 @@ class Walk:
     def children(self, path: str, module: nn.Module) -> None:
         """Walk which modules, and in which order, a module has."""
         table = vars(module)["_modules"]
+        self._class_of(path, module)
         self._note_class(type(module), methods=True)
         self.state.watches.append(DictEntries(f"the modules of {path!r}" if path else "the modules", table))
         for name, child in table.items():
@@ -249,11 +250,6 @@ class Walk:
             space = self._namespace(base)
             space.of_any_code, space.of_any_method = True, space.of_any_method or methods
 
-    def _note_module(self, module: ModuleType) -> None:
-        if not is_library(module.__name__):
-            space = self._namespace(module)
-            space.of_any_code = space.of_any_method = True
-
     def _look_up_mentions(self) -> bool:
         """Look up what all walked code mentions, and tell whether anything was left."""
         mentions = frozenset(self._mentions)
@@ -328,12 +324,11 @@ class Walk:
     def _tensor(self, label: str, tensor: Tensor) -> None:
         self._token(label, Same(tensor))
         if id(tensor) not in self._tensors:
-            watch = Version(label, tensor)
-            self.state.watches.append(watch)
-            self._token(f"the content of {label}", Plain(watch._version))  # noqa: SLF001 - of this package
+            self._content(label, Version(label, tensor))
 
     def _module(self, label: str, module: nn.Module) -> None:
         self._token(label, Same(module))
+        self._class_of(label, module)
         self.value(f"attributes of {label}", vars(module))
         self._methods(type(module))
 
@@ -378,8 +373,9 @@ class Walk:
         self._token(label, Same(value))
         if isinstance(value, type):
             self._note_class(value)
-        elif isinstance(value, ModuleType):
-            self._note_module(value)
+        elif isinstance(value, ModuleType) and not is_library(value.__name__):
+            space = self._namespace(value)
+            space.of_any_code = space.of_any_method = True
         elif isinstance(value, Enum):
             self._methods(type(value))
         owner = getattr(value, "__self__", None)  # random.random is a method of a generator
@@ -390,14 +386,14 @@ class Walk:
         kind = type(value)
         if hasattr(kind, "__next__") or kind.__module__.startswith(("random", "numpy.random")):
             self._refuse(f"reads {label}, of which each use gives another value")
-        if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
-            self._array(label, value)
-            return
-        if is_library(kind.__module__) and not is_config(kind):
+        watch = content_watch(label, value)
+        if watch is not None:
+            self._content(label, watch)
+        if not is_library(kind.__module__) or (watch is None and is_config(kind)):
+            self._token(label, Same(kind))
+            self._attributes(label, value)
+        elif watch is None:
             self._identity(label, value)
-            return
-        self._token(label, Same(kind))
-        self._attributes(label, value)
 
     def _attributes(self, label: str, value: Any) -> None:
         attributes = getattr(value, "__dict__", None)
@@ -410,16 +406,20 @@ class Walk:
                 self.state.watches.append(Slots(label, value, names))
             for name in names:
                 self.value(f"{label}.{name}", getattr(value, name, None))
+        self._class_of(label, value)
         self._methods(type(value))
 
-    def _array(self, label: str, array: Any) -> None:
-        self._token(label, Same(array))
-        if array.nbytes <= _BYTES and array.dtype != object:
-            watch = ArrayContent(label, array)
-            self.state.watches.append(watch)
-            self._token(f"the content of {label}", Plain(array.tobytes()))
+    def _content(self, label: str, watch: ContentWatch) -> None:
+        self.state.watches.append(watch)
+        self._token(f"the content of {label}", watch.token)
+        for name, value in watch.values.items():
+            self.value(name, value)
 
     # -- notes
+
+    def _class_of(self, label: str, value: object) -> None:
+        self._classes.append((label, value))
+        self._token(f"the class of {label}", Same(type(value)))
 
     def _token(self, label: str, token: object) -> None:
         if label in self.state.tokens:  # two closures of one function have the same names

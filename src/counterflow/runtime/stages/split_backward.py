@@ -303,17 +303,17 @@ class SplitBackward:
         for edges_of_boundary in places:
             wanted += edges_of_boundary
         with deferral:
-            made = _captured(edges, gradients, wanted, direct=direct)
+            results = _captured(edges, gradients, wanted, direct=direct)
         at = 0
         for tensor in reached:
-            gradient = made[at]
+            gradient = results[at]
             at += 1
             if gradient is not None:
                 tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
         for weight in weights:
-            add_gradient(weight, made[at])
+            add_gradient(weight, results[at])
             at += 1
-        self._save_boundary_gradients(plan, made, at)
+        self._save_boundary_gradients(plan, results, at)
         for slot in partition.dropped:
             saved = getattr(nodes[slot.node], slot.name)
             _drop(saved if slot.place is None else saved[slot.place])
@@ -338,13 +338,13 @@ class SplitBackward:
         if look:
             self._saved += saved
 
-    def _save_boundary_gradients(self, plan: _Plan, made: Gradients, at: int) -> None:
+    def _save_boundary_gradients(self, plan: _Plan, results: Gradients, at: int) -> None:
         split_planner = self.split_planner
         plain = split_planner.watches_hooks and not (split_planner.hooks.has_hooks or split_planner.gathers)
         for boundary, places in zip(plan.partition.boundaries, plan.places, strict=True):
             edges, gradients = [], []
             for place in places:
-                gradient = made[at]
+                gradient = results[at]
                 at += 1
                 if gradient is not None:
                     edges.append(place)
