@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from counterflow.common.tensors.torch_private import subspecs
 from counterflow.errors import ConfigError
 
 PLAIN: tuple[type, ...] = (
@@ -81,6 +82,43 @@ def flat_with_paths(
     return [(pytree.keystr(path), leaf) for path, leaf in leaves_by_path], spec
 
 
+class PackedSpec(NamedTuple):
+    """Structure of a tree on its way to another process.
+
+    Torch's own pickles of structures need registered classes, and a tree in their place would be made of
+    stand-ins, at which classes may look.
+
+    Attributes:
+        kind: class of the root; None: a leaf.
+        context: context of the root, as torch's pytrees have it.
+        children: structures below.
+    """
+
+    kind: Any
+    context: Any
+    children: tuple[PackedSpec, ...]
+
+
+def packed_spec(spec: pytree.TreeSpec) -> PackedSpec:
+    """A structure without objects of torch."""
+    if spec.is_leaf():
+        return _LEAF
+    return PackedSpec(spec.type, spec.context, tuple(map(packed_spec, subspecs(spec))))
+
+
+def unpacked_spec(packed: PackedSpec) -> pytree.TreeSpec:
+    """The structure of torch's pytrees; classes of mappings in it are registered."""
+    if packed.kind is None:
+        return pytree.tree_structure(0)
+    if isinstance(packed.context, Keys):
+        with _lock:
+            _add(packed.kind)
+    return pytree.TreeSpec(packed.kind, packed.context, [*map(unpacked_spec, packed.children)])
+
+
+_LEAF = PackedSpec(None, None, ())
+
+
 def names_of(spec: pytree.TreeSpec) -> list[Any] | None:
     """The keys of a tree's root, if that is a mapping."""
     if isinstance(spec.context, Keys):
@@ -100,11 +138,14 @@ def _register(mapping: Mapping[Any, Any]) -> bool:
         except Exception:  # a class of the user's: whatever it raises, it cannot be made
             return False
         if same:
-            pytree.register_pytree_node(
-                kind, _flat, _unflatten_of(kind), flatten_with_keys_fn=_flat_with_keys
-            )
-            _known.add(kind)
+            _add(kind)
         return same
+
+
+def _add(kind: Any) -> None:
+    if kind not in _known:
+        pytree.register_pytree_node(kind, _flat, _unflatten_of(kind), flatten_with_keys_fn=_flat_with_keys)
+        _known.add(kind)
 
 
 def _flat(mapping: Any) -> tuple[list[Any], Keys]:

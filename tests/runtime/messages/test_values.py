@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import OrderedDict
 from copy import deepcopy
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import pytest
 import torch
@@ -48,6 +48,15 @@ class Pair(NamedTuple):
     second: Any
 
 
+class Columns(Pair):
+    """Looks at what it is made of, as torch's ``PackedSequence`` does."""
+
+    def __new__(cls, first: Tensor, second: Tensor) -> Self:
+        if first.shape[0] != second.shape[0] or second.dtype is not torch.long:
+            raise ValueError(f"{first.shape} and {second.shape}")
+        return super().__new__(cls, first, second)
+
+
 X, Y = torch.ones(2, 3), torch.zeros(4, dtype=torch.long)
 
 
@@ -61,6 +70,7 @@ X, Y = torch.ones(2, 3), torch.zeros(4, dtype=torch.long)
         {"x": X, "more": [Y, (X, None)]},
         (X, X),
         Pair(X, OrderedDict(a=1, b=True, c="text", d=2.5)),
+        {"columns": Columns(Y[:, None].float(), Y)},
         {"dtype": torch.bfloat16, "big": 2**60, "z": 1 + 2j, "inf": -math.inf, "0": -0.0},
         (),
         {},
@@ -194,6 +204,7 @@ class First(nn.Linear):
         return {
             "h": h,
             "again": [h, (given["ids"],)],
+            "columns": Columns(h, given["ids"]),
             "view": h[:, :2],
             "table": self.table,
             "scale": self.scale,
@@ -217,6 +228,7 @@ class Middle(nn.Linear):
     def forward(self, given: Any) -> Any:
         assert given["nothing"] is None
         assert given["rows"] == given["h"].shape[0]
+        assert type(given["columns"]) is Columns
         h = super().forward(given["h"] + given["again"][0]) + given["turned"].t()
         if given["name"] == "add" and "wave" in given:
             wave = given.pop("wave") * given.pop("half")

@@ -20,7 +20,14 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils import _pytree as pytree
 
-from counterflow.common.mappings import PLAIN, flat_with_paths, register_mapping_classes
+from counterflow.common.mappings import (
+    PLAIN,
+    PackedSpec,
+    flat_with_paths,
+    packed_spec,
+    register_mapping_classes,
+    unpacked_spec,
+)
 from counterflow.common.numbering import number_of
 from counterflow.common.tensors.graphs import pointer
 from counterflow.common.tensors.torch_private import storage_uses
@@ -112,14 +119,15 @@ class Structure:
     shares: bool = field(default=False, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as a tree with placeholder leaves, from which every process makes its own structure."""
-        tree = pytree.tree_unflatten([_LEAF] * len(self.at), self.spec)
-        return _structure, (tree, self.at, self.constants, self.numbers, self.flat, self.masks, self.shares)
+        """Pickle the fields, from which every process makes its own structure."""
+        return _structure, (
+            *(packed_spec(self.spec), self.at, self.constants, self.numbers, self.flat),
+            *(self.masks, self.shares),
+        )
 
 
-def _structure(tree: Any, *rest: Any) -> Structure:
-    register_mapping_classes(tree)
-    structure = Structure(pytree.tree_structure(tree), *rest)
+def _structure(spec: PackedSpec, *rest: Any) -> Structure:
+    structure = Structure(unpacked_spec(spec), *rest)
     if structure.flat is None or structure.shares or len(structure.at) > _LONGEST:
         return structure
     # One object for all equal structures, so that they are compared by identity.
@@ -149,9 +157,6 @@ class ValueLayout:
 Shapes = dict[tuple[int | SkipLink, Unit], ValueLayout]
 """Layouts of outputs and of skip values, by their stage or skip connection and the unit (``Unit.shape``)."""
 
-
-_LEAF = torch.empty(0)
-"""Placeholder of any leaf; a tensor, since classes may access attributes of tensors."""
 
 _HOST = torch.device("cpu")
 

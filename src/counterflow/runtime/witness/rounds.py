@@ -9,13 +9,13 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from counterflow.common.mappings import register_mapping_classes
+from counterflow.common.mappings import PackedSpec, packed_spec, register_mapping_classes, unpacked_spec
 from counterflow.errors import WorkerError
 
 from ..transport.base import Pending, Transport
@@ -90,7 +90,7 @@ class Rounds:
     def gather(self, content: object) -> list[Any]:
         """Return the content of every worker by rank; all workers call it."""
         rows = self._transport.gather_objects(packed(content))
-        return [unpacked(row, self._transport.device) for row in rows]
+        return [unpacked(cast("PackedTree", row), self._transport.device) for row in rows]
 
     def call(self, rank: int, content: object) -> Any:
         """Return the answer of a worker.
@@ -107,7 +107,7 @@ class Rounds:
             answer = self._receive(rank)
         if isinstance(answer, Failure):
             raise RemoteError(answer.text)
-        return unpacked(answer, self._transport.device)
+        return unpacked(cast("PackedTree", answer), self._transport.device)
 
     def end(self) -> None:
         """End the rounds on all workers."""
@@ -158,10 +158,25 @@ class RemoteError(WorkerError):
     """An error of a call that another worker runs."""
 
 
-def packed(tree: Any) -> Any:
+class PackedTree(NamedTuple):
+    """A tree on its way to another worker, which alone makes the objects of users' classes in it.
+
+    Attributes:
+        leaves: leaves, of which tensors are packed.
+        spec: structure of the tree.
+    """
+
+    leaves: list[Any]
+    spec: PackedSpec
+
+
+def packed(tree: Any) -> PackedTree:
     """Return a tree whose tensors can travel between processes."""
     register_mapping_classes(tree)
-    return pytree.tree_map_only(Tensor, _packed, tree)
+    leaves, spec = pytree.tree_flatten(tree)
+    return PackedTree(
+        [_packed(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], packed_spec(spec)
+    )
 
 
 def _packed(tensor: Tensor) -> Packed:
@@ -169,7 +184,7 @@ def _packed(tensor: Tensor) -> Packed:
     return Packed(plain.cpu() if plain.device.type != "cpu" else plain.clone(), tensor.requires_grad)
 
 
-def unpacked(tree: Any, device: torch.device) -> Any:
+def unpacked(tree: PackedTree, device: torch.device) -> Any:
     """Return a tree with the tensors that were packed, on a device."""
 
     def unpack(leaf: Packed) -> Tensor:
@@ -177,5 +192,5 @@ def unpacked(tree: Any, device: torch.device) -> Any:
         # A copy is no leaf: layers may change it in place.
         return tensor.requires_grad_().clone() if leaf.requires_grad else tensor
 
-    register_mapping_classes(tree)
-    return pytree.tree_map_only(Packed, unpack, tree)
+    leaves = [unpack(leaf) if isinstance(leaf, Packed) else leaf for leaf in tree.leaves]
+    return pytree.tree_unflatten(leaves, unpacked_spec(tree.spec))
