@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ from torch import Tensor, nn
 
 import counterflow as cf
 from counterflow.errors import ConfigError
-from counterflow.schedule import schemes
+from counterflow.schedule import registry, schemes
+from counterflow.schedule.ir import Schedule
 from counterflow.verification.reference import Reference, Staleness
 from counterflow.verification.reference_parts import parts_of
 from counterflow.verification.training_agreement import one_process
@@ -142,19 +145,43 @@ def test_a_loss_sum_of_old_weights_is_each_micro_batchs_own() -> None:
     assert gradients_of(training) == pytest.approx([3.5])
 
 
-def test_what_a_scheme_states() -> None:
+def test_versions_are_those_of_the_ops() -> None:
     assert Staleness.of(schemes.dapple(2, 4), (1,)) is None
     stale = Staleness.of(schemes.pipedream(3), [1, 2])
     assert stale is not None
     assert stale.cuts == (1, 2)
     assert [stale.version(3, stage, 5) for stage in range(3)] == [3, 4, 5]
+    assert [stale.version(3, stage, 50) for stage in range(3)] == [48, 49, 50]
     unknown = schemes.pipedream(3)
     object.__setattr__(unknown, "scheme", "unheard")
-    with pytest.raises(ConfigError) as error:
-        Staleness.of(unknown, (1, 2))
-    assert str(error.value) == (
-        "no table says which weights unheard computes with; verify a scheme that states its versions"
-    )
+    assert Staleness.of(unknown, (1, 2)) == stale
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        *map(schemes.pipedream, (1, 2, 5)),
+        *(schemes.pipedream_2bw(d, n) for d, n in ((1, 1), (2, 4), (4, 5))),
+        *(schemes.wpipe(d, n) for d, n in ((2, 4), (3, 4), (4, 8))),
+    ],
+    ids=str,
+)
+def test_versions_of_the_ops_are_those_that_a_scheme_states(schedule: Schedule) -> None:
+    rule = registry.scheme(schedule.scheme).version_rule(dict(schedule.options))
+    stale = Staleness.of(schedule, ())
+    assert rule is not None
+    assert stale is not None
+    for stage, period in itertools.product(range(schedule.stages), range(3 * schedule.periods)):
+        assert stale.version(schedule.stages, stage, period) == rule(schedule.stages, stage, period)
+
+
+def test_one_version_in_a_period() -> None:
+    schedule = schemes.pipedream_2bw(2, 2)
+    lists = [list(order) for order in schedule.orders]
+    place = next(n for n, op in enumerate(lists[0]) if op.version and op.kind.is_forward)
+    lists[0][place] = lists[0][place]._replace(version=0)
+    with pytest.raises(ConfigError, match=r"stage 0 computes with versions \d and \d of its weights"):
+        Staleness.of(replace(schedule, orders=tuple(map(tuple, lists))), (1,))
 
 
 def test_the_users_layers_and_hooks_stay() -> None:

@@ -29,7 +29,6 @@ from counterflow.common.tensors.torch_private import hook_tables, hooks_of
 from counterflow.errors import ConfigError
 from counterflow.runtime.mini_batch.loss_output import LossFunction, LossOutput, read_loss
 from counterflow.runtime.mini_batch.mean_losses import MeanLossDetector
-from counterflow.schedule import registry
 from counterflow.schedule.ir import Schedule
 
 from .reference_layers import LOSS, copied_layers, loss_layer, named_layers, placed_layers
@@ -52,21 +51,49 @@ class Staleness:
 
     @classmethod
     def of(cls, schedule: Schedule, cuts: Sequence[int]) -> Staleness | None:
-        """Versions that a schedule's scheme states; None for a synchronous one.
+        """Versions with which a schedule's ops compute; None for a synchronous one.
 
         Raises:
-            ConfigError: the scheme states none.
+            ConfigError: ops of one stage and period compute with different versions.
         """
-        if schedule.synchronous:
-            return None
-        scheme = registry.find(schedule.scheme)
-        rule = None if scheme is None else scheme.version_rule(dict(schedule.options))
-        if rule is None:
-            raise ConfigError(
-                f"no table says which weights {schedule.scheme} computes with; verify a scheme that states "
-                "its versions"
-            )
-        return cls(tuple(cuts), rule)
+        return None if schedule.synchronous else cls(tuple(cuts), VersionTable.of(schedule))
+
+
+@dataclass(frozen=True, slots=True)
+class VersionTable:
+    """Versions that the ops of an asynchronous schedule compute with.
+
+    Attributes:
+        versions: by stage, the version of each period; after the last one all periods are as stale as that.
+    """
+
+    versions: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> VersionTable:
+        """Table of a schedule.
+
+        Raises:
+            ConfigError: ops of one stage and period compute with different versions.
+        """
+        table: dict[tuple[int, int], int] = {}
+        for op in schedule.ops():
+            period = schedule.period_of(op)
+            version = table.setdefault((op.stage, period), op.version)
+            if version != op.version:
+                raise ConfigError(
+                    f"in period {period} stage {op.stage} computes with versions {version} and {op.version} "
+                    "of its weights; training is verified with one version in each period"
+                )
+        stages, periods = range(schedule.stages), range(schedule.periods)
+        return cls(tuple(tuple(table[stage, period] for period in periods) for stage in stages))
+
+    def __call__(self, stages: int, stage: int, period: int) -> int:
+        """Return the version of a stage in a period."""
+        del stages
+        versions = self.versions[stage]
+        last = min(period, len(versions) - 1)
+        return versions[last] + period - last
 
 
 class ReferenceStep(NamedTuple):
