@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
@@ -195,6 +196,67 @@ def test_stages_that_are_computed_again_replay_both_forwards(
         assert 0 < report.units <= units
         pipes = 2 if schedule.scheme == "chimera" else 1
         assert report.replays == 2 * 4 * micro_batches // pipes - report.units
+
+
+class Twice(nn.Module):
+    """A weight of the layer before, and an input that is changed in place."""
+
+    def __init__(self, before: nn.Linear) -> None:
+        super().__init__()
+        self.tied, self.scale = before, nn.Parameter(torch.ones(4, dtype=F64))
+
+    @override
+    def forward(self, x: dict[str, Tensor]) -> Tensor:
+        y = x.pop("y").mul_(2.0)
+        return functional.linear(y, self.tied.weight.t()) * self.scale + x["x"]
+
+
+class ToDict(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.dropout = nn.Linear(4, 4, dtype=F64), nn.Dropout(0.3)
+
+    @override
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"x": self.dropout(x), "y": self.layer(x)}
+
+
+def recomputed_layers(stages: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(stages):
+        to_dict = ToDict()
+        layers += [Block(), Draws(), to_dict, Twice(to_dict.layer), Block()]
+    return layers
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [
+        (cf.schemes.dapple(2, 4), {}),
+        (cf.schemes.dapple(2, 6), {"barrier": False, "clip_norm": 0.1}),
+        (cf.schemes.chimera(2, 4), {}),
+        (cf.schemes.gems(2, 4), {}),
+        (cf.schemes.interleaved(2, 4, 2), {}),
+        (cf.schemes.gpipe(2, 4), {"autocast": "bfloat16", "dtype": torch.float32}),
+        (cf.schemes.dapple(2, 4), {"compute_dtype": "bfloat16", "dtype": torch.float32}),
+    ],
+    ids=["dapple", "no barrier", "chimera", "gems", "interleaved", "autocast", "compute_dtype"],
+)
+def test_layers_that_are_computed_again_are_captured(schedule: Schedule, options: dict[str, Any]) -> None:
+    layers = recomputed_layers(schedule.stages)
+    if "dtype" in options:
+        layers = [layer.float() for layer in layers]
+    options = {"cuts": [5 * stage for stage in range(1, schedule.stages)], **options}
+    results = [
+        train(layers, schedule, capture=capture, recompute=recompute, **options)
+        for capture, recompute in ((True, "layer"), (False, "layer"), (False, "none"))
+    ]
+    assert_same(results[0], results[1])
+    assert_same(results[0], results[2])
+    for report in results[0][2].values():
+        assert report.reason is None
+        assert report.replays > 0
 
 
 class Norm(nn.Module):
@@ -651,7 +713,7 @@ def test_graphs_of_checkpoints_are_refused() -> None:
     ("schedule", "options", "reason"),
     [
         (cf.schemes.pipedream(2, 4), {}, "several versions of its weights"),
-        (cf.schemes.dapple(2, 4), {"recompute": "layer"}, "computed again one by one"),
+        (cf.schemes.zb_h1(2, 4), {"recompute": "layer"}, "computed again one by one"),
     ],
     ids=str,
 )

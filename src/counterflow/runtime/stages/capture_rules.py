@@ -35,6 +35,7 @@ from counterflow.common.tensors.torch_private import (
 from counterflow.common.trees import tensors_in
 
 from .named_layer import NamedLayer, place_of
+from .replays import Packed
 
 _COMMUNICATES = ("c10d", "_c10d_functional", "c10d_functional", "symm_mem", "_dtensor")
 _INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_"}
@@ -52,12 +53,14 @@ class OperatorRules(TorchDispatchMode):
 
     Attributes:
         reason: first rule that was broken; None: none was.
+        draws: True if an operator has drawn random numbers.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device, self._type_of = device.type, type_of(device)
         self.reason: str | None = None
+        self.draws = False
         self._functions = _FunctionRules(self)
 
     @classmethod
@@ -78,6 +81,7 @@ class OperatorRules(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         kwargs = kwargs or {}
+        self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
         if self.reason is None:
             self.reason = _broken(func, args, kwargs)
         with without_functions():  # modes have seen the call, if Python made it
@@ -217,6 +221,6 @@ def refuse_graph(outputs: Sequence[Tensor], leaves: Iterable[Tensor]) -> str | N
         for name in saved_names(type(node)):
             value = getattr(node, name)
             for saved in value if isinstance(value, (tuple, list)) else (value,):
-                if not isinstance(saved.data, (Tensor, type(None))):
+                if not isinstance(saved.data, (Tensor, Packed, type(None))):
                     return "its layers pack saved tensors (a checkpoint, or save_on_cpu)"
     return None

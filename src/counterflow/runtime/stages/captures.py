@@ -43,6 +43,7 @@ from .deferred import Deferred
 from .interface import RunnableStage
 from .named_layer import NamedLayer
 from .passes import PlainPass
+from .recomputed_graphs import RecomputedStageGraphs
 from .sample_rows import SampleRows
 from .stage_graphs import CapturedLayers, StageGraphs
 from .stage_wrappers import Run, StageWrapper
@@ -183,8 +184,10 @@ class Captures(StageWrapper):
         if sliced:
             self.run_plainly("its units are slices")
             return None
-        if self._stage.recompute is Recompute.LAYER:
-            self.run_plainly("its layers are computed again one by one (recompute)")
+        if splits and self._stage.recompute is Recompute.LAYER:
+            self.run_plainly(
+                "its layers are computed again one by one (recompute) in two halves of a backward"
+            )
             return None
         return partial(CapturedSplitPass if splits else CapturedPass, captures=self)
 
@@ -255,11 +258,13 @@ class Captures(StageWrapper):
         if graphs is not None:
             self.replays += 1
             return graphs
-        stage = self._stage
+        stage, draws = self._stage, frozenset(self._draws)
+        changing = frozenset() if stage.replays is None else stage.replays.changing()
         layers = CapturedLayers(
-            f"stage {stage.stage}", stage.layers, frozenset(self._draws), stage.streams, stage.precision
+            f"stage {stage.stage}", stage.layers, draws, stage.streams, stage.precision, changing
         )
-        graphs = StageGraphs(layers, structure, tensors)
+        make = StageGraphs if stage.replays is None else RecomputedStageGraphs
+        graphs = make(layers, structure, tensors)
         of_shape.used[graphs] = weakref.ref(unit)
         return graphs
 
@@ -272,13 +277,17 @@ class Captures(StageWrapper):
     @contextmanager
     def watched_backward(self) -> Iterator[None]:
         """Context of a plain backward that is compared with the rules."""
-        streams = self._stage.streams
+        streams, recomputes = self._stage.streams, self._stage.recompute is Recompute.LAYER
         before = streams.states()
-        with OperatorRules(self._device) as rules:
-            yield
+        self._rules = rules = OperatorRules(self._device)
+        try:
+            with rules:
+                yield
+        finally:
+            self._rules = None
         if rules.reason is not None:
             self.run_plainly(f"{rules.reason} in the backward")
-        elif not streams.drew_nothing(before):
+        elif rules.draws or not (recomputes or streams.drew_nothing(before)):
             self.run_plainly("its backward draws random numbers")
 
     @override
@@ -288,8 +297,9 @@ class Captures(StageWrapper):
             return run(value, step, rows)
         streams = self._stage.streams
         seeds = [generator.initial_seed() for generator in streams.generators]
-        before = streams.states()
+        before, drew = streams.states(), rules.draws
         output = run(value, step, rows)
+        rules.draws = drew  # a layer draws from its own stream, in a further run too
         with without_modes():
             if not streams.drew_nothing(before):
                 self._draws.add(layer.index)
@@ -387,7 +397,7 @@ class Captures(StageWrapper):
             (any(map(stage.means.applies_to, stage.layers)), "its last layer gives the loss"),
             (stage.entry.changes is not False, "it changes its input in place"),
             (
-                stage.recompute is Recompute.STAGE and stage.buffers.change,
+                stage.recompute is not Recompute.NONE and stage.buffers.change,
                 "it changes buffers, and is computed again (recompute) with copies of these",
             ),
         )

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from counterflow.api.torch_internals import never_compiled
+from counterflow.common.tensors.torch_private import without_modes
 from counterflow.common.trees import mapped, tensors_in, versions
 from counterflow.errors import ConfigError
 from counterflow.verification.diagnosis.reruns import FirstOutput, RerunDiagnosis
@@ -247,7 +248,8 @@ class Replay:
                 "buffers and torch's random numbers only"
             )
         if self.first is not None:
-            self.first.compare(list(tensors_in(output)), self._layer.place)
+            with without_modes():  # modes see what layers do
+                self.first.compare(list(tensors_in(output)), self._layer.place)
             self.first = None
 
     def _fresh_input(self, tensor: Tensor) -> Tensor:
@@ -287,6 +289,11 @@ class LayerReplays(StageWrapper):
         self._note = note
         self._layers = {layer.index: ReplayedLayer(layer, device, computing) for layer in layers}
         self._watched: list[tuple[InputGuard, Value, list[int], Replay]] = []
+
+    def changing(self) -> frozenset[int]:
+        """Return the numbers of the layers that may change their input in place."""
+        layers = self._layers.items()
+        return frozenset(index for index, replayed in layers if replayed.guard.changes is not False)
 
     @contextmanager
     def counted(self, meter: SavedBytes) -> Iterator[None]:

@@ -59,6 +59,7 @@ class CapturedLayers:
         drawing: numbers of the layers that draw random numbers.
         streams: random streams.
         precision: precision in which they run.
+        changing: numbers of the layers that may change their input in place.
     """
 
     place: str
@@ -66,11 +67,16 @@ class CapturedLayers:
     drawing: frozenset[int]
     streams: RandomStreams
     precision: Precision
+    changing: frozenset[int] = frozenset()
 
     @property
     def device(self) -> Any:
         """Module of torch with the graphs of the layers' device; its names are those of ``torch.cuda``."""
         return torch.get_device_module(self.streams.device)
+
+    def modules(self) -> list[nn.Module]:
+        """Return all modules of the layers, each once."""
+        return list({id(m): m for layer in self.layers for m in layer.module.modules()}.values())
 
     def groups(self) -> list[list[NamedLayer]]:
         """Return the layers of each forward graph."""
@@ -184,23 +190,28 @@ class StageGraphs:
 
     def _capture(self, step: int, rows: SampleRows) -> None:
         stage = self._stage
-        modules = list({id(m): m for layer in stage.layers for m in layer.module.modules()}.values())
+        modules = stage.modules()
         buffers = [buffer for module in modules for buffer in module.buffers(recurse=False)]
         before = [buffer._version for buffer in buffers]  # noqa: SLF001 - documented as it
         value, groups = unflatten_value(self._structure, self._inputs), stage.groups()
         with self._with_aliases(modules):
-            for number, group in enumerate(groups):
+            for group in groups:
                 graph = self._device.CUDAGraph()
                 with self._seeded(group[0], step, rows), self._capturing(graph):
-                    value = value if number else stage.precision.enter(value)
-                    for layer in group:
-                        value = called(layer.module, value, step, rows)
-                    value = value if number < len(groups) - 1 else stage.precision.leave(value)
+                    value = self._run_group(group, value, step, rows)
                 self._forwards.append((graph, group[0]))
                 self._replay(graph, group[0], step, rows)  # a capture computes nothing
         pairs = zip(buffers, before, strict=True)
         self._changed = [b for b, version in pairs if b._version != version]  # noqa: SLF001
         self._layout, self._outputs = flatten_value(value, stage.place)
+
+    def _run_group(self, group: Sequence[NamedLayer], value: Value, step: int, rows: SampleRows) -> Value:
+        """Run layers that are one graph, within its capture."""
+        stage = self._stage
+        value = stage.precision.enter(value) if group[0] is stage.layers[0] else value
+        for layer in group:
+            value = called(layer.module, value, step, rows)
+        return stage.precision.leave(value) if group[-1] is stage.layers[-1] else value
 
     def _captured_backward(self, graded: Sequence[bool], *, defers: bool) -> _Backward:
         outputs = [tensor for tensor, has in zip(self._outputs, graded, strict=True) if has]
@@ -222,7 +233,7 @@ class StageGraphs:
         return _Backward(gradients, first, pending)
 
     def _captured_weight_gradients(self, pending: Sequence[_PendingGradients]) -> _Gradients:
-        of_weights: list[_OfWeight] = []
+        of_weights: list[GradientOfWeight] = []
         graph = self._device.CUDAGraph()
         with self._capturing(graph):
             for edges, gradients, weights in pending:
@@ -241,7 +252,9 @@ class StageGraphs:
             raise ConfigError(f"{self._stage.place} makes sparse gradients; omit capture")
         return results
 
-    def _of_weights(self, aliases: Sequence[Tensor], gradients: Iterator[Tensor | None]) -> list[_OfWeight]:
+    def _of_weights(
+        self, aliases: Sequence[Tensor], gradients: Iterator[Tensor | None]
+    ) -> list[GradientOfWeight]:
         weights = {id(alias): weight for weight, alias in self._aliases.values()}
         pairs = [(weights[id(alias)], next(gradients)) for alias in aliases]
         return [(weight, gradient) for weight, gradient in pairs if gradient is not None]
@@ -291,7 +304,7 @@ class StageGraphs:
                 table[name] = parameter
 
 
-_OfWeight = tuple[nn.Parameter, Tensor]
+GradientOfWeight = tuple[nn.Parameter, Tensor]
 """Weight, and its gradient for one unit."""
 
 
@@ -307,13 +320,13 @@ class _Gradients:
 
     graph: Any
     of_inputs: Sequence[Tensor | None] = ()
-    of_weights: Sequence[_OfWeight] = ()
+    of_weights: Sequence[GradientOfWeight] = ()
 
     def run(self, *, direct: bool) -> Sequence[Tensor | None]:
         """Make the gradients, add those of weights, and return those of inputs."""
         if self.graph is not None:
             self.graph.replay()
-            _add(self.of_weights, direct=direct)
+            add_gradients(self.of_weights, direct=direct)
         return self.of_inputs
 
 
@@ -367,7 +380,13 @@ def _split(
     ]
 
 
-def _add(gradients: Sequence[_OfWeight], *, direct: bool) -> None:
+def add_gradients(gradients: Sequence[GradientOfWeight], *, direct: bool) -> None:
+    """Add gradients of weights to those that exist.
+
+    Args:
+        gradients: weights and their gradients.
+        direct: as of ``weight_gradients.accumulate``.
+    """
     totals: list[Tensor] = []
     terms: list[Tensor] = []
     for weight, gradient in gradients:
