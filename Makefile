@@ -35,6 +35,7 @@ lint: .venv/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	cd benchmarks && ../$(BIN)/mypy --config-file mypy.ini *.py one_gpu
 	$(BIN)/lint-imports
 
 # The site, in build/site; a warning ends it, and so does a page that loads anything from elsewhere.

@@ -148,7 +148,7 @@ def timings(repeats: int, sizes: Sequence[str] = tuple(BYTES)) -> list[Row]:
             counts = transport.gather([float(used.plain_bytes), float(used.sent_bytes)])
             plain, sent = (int(sum(column)) for column in zip(*counts, strict=True))
             times = [statistics.median(each) for each in taken]
-            rows.append(Row(name, size, *times, plain, sent))
+            rows.append(Row(name, size, times[0], times[1], plain, sent))
             note(
                 transport.rank, f"{size}: {name} {times[0] * 1e3:.1f} ms, compressed {times[1] * 1e3:.1f} ms"
             )

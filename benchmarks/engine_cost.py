@@ -290,6 +290,7 @@ def cost(
         if not first:
             for _ in range(3):
                 step()
+        assert isinstance(made.transport, Alone)
         made.transport.new_buffers = False
         lists = [list(tasks) for tasks in made._engine.runner.lists]
         for task in (task for tasks in lists for task in tasks):
@@ -356,6 +357,7 @@ def profiled(schedule: cf.Schedule, repeats: int, rest_seconds: float, *, barrie
     rows = mini_batch(schedule)
     for _ in range(3):
         made.step(rows, rows)
+    assert isinstance(made.transport, Alone)
     made.transport.new_buffers = False
     if rest_seconds:
         clock = Clock(rest_seconds)

@@ -30,6 +30,7 @@ from namespaces import all_done, nodes, one_a_node
 import counterflow as cf
 from counterflow.planning import Configuration, Model, Predictor
 from counterflow.planning.cost.device_placement import Arrangement, devices
+from counterflow.runtime.parameters.compressed_sums import SumCompression
 from counterflow.schedule.modes import Sync
 from counterflow.training import load_config
 from counterflow.training.job import prepare
@@ -49,6 +50,11 @@ class Row:
     sent: dict[str, float]
     measured: dict[str, list[float]]
     predicted: dict[str, float]
+
+
+def compression_of(pipeline: cf.Pipeline) -> SumCompression | None:
+    """Form in which a pipeline sums its gradients, with the bytes that it has sent; None: in full."""
+    return pipeline.weights.placement._compression
 
 
 def losses(name: str, steps: int, form: str | None) -> tuple[float, float, float, float]:
@@ -75,7 +81,7 @@ def losses(name: str, steps: int, form: str | None) -> tuple[float, float, float
             note(pipeline.transport.rank, f"{name} {form}: step {step}")
     inputs, targets = job.bundle.batches.validation(samples, **where)
     validation = pipeline.evaluate(inputs, targets).loss
-    used = pipeline.gradient_compression
+    used = compression_of(pipeline)
     mine = [1.0, 1.0] if used is None else [used.plain_bytes, used.sent_bytes]
     plain, sent = (sum(column) for column in zip(*pipeline.transport.gather(mine), strict=True))
     return statistics.fmean(found[-10:]), validation, plain, sent
@@ -128,7 +134,7 @@ class Sums(Work):
                     measured[name].append(taken)
         sent, predicted = {}, {}
         for form in FORMS:
-            used = pipelines[str(form)].gradient_compression
+            used = compression_of(pipelines[str(form)])
             sent[str(form)] = 1.0 if used is None else used.sent_bytes / used.plain_bytes
             keys = {"clip_norm": 0} | ({} if form is None else {"gradient_compression": form})
             model = Model("emulated", ("layer",) * DEPTH, 0.0, config={"pipeline": keys})

@@ -221,7 +221,8 @@ class _OnReaper(PendingSend):
     def __init__(self, call: Callable[[], Any]) -> None:
         super().__init__(0, lambda _: None)
         self.call, self.ended = call, threading.Event()
-        current_transport().control._reaper.put(self)
+        control: Any = current_transport().control
+        control._reaper.put(self)
 
     def finish(self, timeout: timedelta) -> None:
         self.result = self.call()

@@ -99,7 +99,8 @@ def changes(page: Page, server: int, what: str, values: Sequence[Any]) -> list[T
     for value in values:
         before = processor_seconds(server)
         until = page.evaluate(_FOLLOW, [what, value])
-        found.append(Taken(*(each / 1e3 for each in until), processor_seconds(server) - before))
+        painted, answered, checked = (each / 1e3 for each in until)
+        found.append(Taken(painted, answered, checked, processor_seconds(server) - before))
     return found[3:]
 
 

@@ -191,13 +191,13 @@ def work(repeats: int) -> Found:
     )
     every: list[Ours | Theirs] = [*equal, *growing, *torchs]
     step(every, turn=0, counts=False)
-    of_host = [*equal, *torchs]
+    of_host: list[Ours | Theirs] = [*equal, *torchs]
     for turn in range(HOST_REPEATS):
         step(of_host, turn=1 + turn, counts=True)
         note(rank, f"host: turn {turn + 1}")
-    host = [one.row for one in of_host]
-    for one in of_host:
-        one.row = replace(one.row, steps=[], busy=[])
+    host = [contender.row for contender in of_host]
+    for contender in of_host:
+        contender.row = replace(contender.row, steps=[], busy=[])
     take_device(Stream(rank, message))  # the first turn compares what slices made, which is here a time
     for turn in range(1 + repeats):
         step(every, turn=1 + turn, counts=turn > 0)

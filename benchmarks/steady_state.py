@@ -110,10 +110,11 @@ def bare_period(
 def one_period(schedule: cf.Schedule) -> cf.Schedule:
     """A period by itself, from an empty pipeline to an empty one."""
     orders = tuple(
-        tuple(replace(op, version=0) for op in order if schedule.period_of(op) == 0)
+        tuple(op._replace(version=0) for op in order if schedule.period_of(op) == 0)
         for order in schedule.orders
     )
-    return replace(schedule, orders=orders, periods=1, steady=None)
+    workload = replace(schedule.workload, periods=1)
+    return replace(schedule, workload=workload, orders=orders, steady=None)
 
 
 def work(settings: Settings) -> dict[str, list[Row]]:

@@ -228,11 +228,11 @@ def each_alone(seed: int) -> list[Case]:
                 add(captured=captured, blocks=(*usual[:3], name, *usual[3:]), **plain)
                 if captured:
                     add(captured=True, inline=((2, name),), **plain)
-        for name, habit in HABITS.items():
-            case = Case(seed, 0, captured=captured, single=habit.single)
-            if habit.needs(case):
-                add(captured=captured, single=habit.single, habits=((2, name),), looks=(1, 3))
-            if habit.needs(case) and not habit.single and not captured:
+        for name, change in HABITS.items():
+            case = Case(seed, 0, captured=captured, single=change.single)
+            if change.needs(case):
+                add(captured=captured, single=change.single, habits=((2, name),), looks=(1, 3))
+            if change.needs(case) and not change.single and not captured:
                 add(model_outside=True, scheme="chimera(stages=2, micro_batches=2)", habits=((2, name),))
         for kind in SHARED:
             add(captured=captured, shared=(kind, 0, 4), looks=(1, 3))
@@ -477,7 +477,9 @@ class Server:
     """A process that judges cases; it is ended where one takes too long."""
 
     def __init__(self) -> None:
-        self.connection, self.process, self.count = None, None, 0
+        self.connection: Any = None
+        self.process: Any = None
+        self.count = 0
 
     def judge(self, case: Case, *, shrinks: bool) -> Finding:
         if self.process is None or self.count >= CASES_OF_A_PROCESS:

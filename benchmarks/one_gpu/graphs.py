@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from counterflow.runtime.stages.named_layer import NamedLayer
+from counterflow.runtime.stages.precision import Precision
 from counterflow.runtime.stages.randomness import RandomStreams
+from counterflow.runtime.stages.recomputed_graphs import RecomputedStageGraphs
 from counterflow.runtime.stages.sample_rows import SampleRows
 from counterflow.runtime.stages.stage_graphs import CapturedLayers, StageGraphs
 from counterflow.testing.strict_nccl.device import Device
@@ -48,7 +50,7 @@ def stage_of(device: torch.device, dropout: float) -> CapturedLayers:
     for weight in weights_of(layers):
         weight.grad = torch.zeros_like(weight)
     draws = frozenset({1} if dropout else ())
-    return CapturedLayers("the stage", layers, draws, RandomStreams(0, device))
+    return CapturedLayers("the stage", layers, draws, RandomStreams(0, device), Precision())
 
 
 def weights_of(layers: Any) -> list[nn.Parameter]:
@@ -67,7 +69,7 @@ def plain(stage: CapturedLayers, x: Tensor, above: Tensor, step: int, rows: Samp
 
 
 def units_in_flight(
-    report: Report, dropout: float, *, defers: bool = False
+    report: Report, dropout: float, *, defers: bool = False, make: type[StageGraphs] = StageGraphs
 ) -> tuple[str, str, dict[str, Any]]:
     """Several units in flight whose backwards run in another order, over four updates of the weights.
 
@@ -75,6 +77,7 @@ def units_in_flight(
         report: the report.
         dropout: probability of a dropout between the blocks.
         defers: True to split backwards; then those of weights run after all those of inputs.
+        make: makes the graphs of a unit.
     """
     error = 0.0
     with device_of(report) as device, torch.random.fork_rng(devices=[]):
@@ -86,7 +89,7 @@ def units_in_flight(
             above = [torch.randn(4, 64, 256, device=device) for _ in range(UNITS)]
             rows = [ROWS._replace(micro_batch=number) for number in range(UNITS)]
             leaves = [tensor.detach().requires_grad_() for tensor in x]
-            units = units or [StageGraphs(stage, None, [leaf]) for leaf in leaves]
+            units = units or [make(stage, None, [leaf]) for leaf in leaves]
             outputs = [units[n].forward([leaves[n]], step, rows[n])[0].detach() for n in range(UNITS)]
             for weight in weights:
                 weight.grad.zero_()  # type: ignore[union-attr]
@@ -167,5 +170,7 @@ def rows(report: Report) -> None:
     report.case("units in flight, replayed", partial(units_in_flight, report, 0.0))
     report.case("the same with a dropout", partial(units_in_flight, report, 0.1))
     report.case("backwards in two ops", partial(units_in_flight, report, 0.1, defers=True))
+    again = partial(units_in_flight, report, 0.1, make=RecomputedStageGraphs)
+    report.case("layers that are computed again", again)
     report.case("host time of two blocks", partial(host_time, report))
     report.case("torch's own captured blocks", partial(callables, report))

@@ -33,6 +33,17 @@ def test_it_is_rehearsed_on_cpus(tmp_path: Path) -> None:
     assert "0 of them failures" in run.stdout
 
 
+def test_graphs_are_rehearsed(tmp_path: Path) -> None:
+    """The part that no other test covers, as it makes graphs itself."""
+    out = tmp_path / "report.json"
+    command = [sys.executable, str(FOLDER / "gpu_check.py"), "--one-gpu", "--pretend", "--parts", "graphs"]
+    run = subprocess.run(
+        [*command, "--out", str(out)], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    verdicts = [row["verdict"] for row in json.loads(out.read_text(encoding="utf-8"))["rows"]]
+    assert verdicts == ["agrees"] * 4 + ["not available"] * 2, (run.stdout[-2000:], run.stderr[-2000:])
+
+
 @pytest.fixture
 def programme(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(str(FOLDER))
