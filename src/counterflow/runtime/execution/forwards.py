@@ -83,11 +83,11 @@ class RunForward(RunOp):
                     batch.inputs.used(unit.micro_batch)
         else:
             received = self.source.receive(self.units, leaf, as_leaves=batch.training)
-            self._shares = any(structure is not None and structure.shares for structure, *_ in received)
-            inputs = [
-                ForwardInput(unit, tensors, unflatten_value(structure, tensors), buffers, all_rows[unit])
-                for unit, (structure, tensors, buffers) in zip(self.units, received, strict=True)
-            ]
+            inputs, self._shares = [], False
+            for unit, (structure, tensors, buffers) in zip(self.units, received, strict=True):
+                value = unflatten_value(structure, tensors)
+                self._shares = self._shares or (structure is not None and structure.shares)
+                inputs.append(ForwardInput(unit, tensors, value, buffers, all_rows[unit]))
         if self.skips.takes:
             inputs = list(map(_with_skips, inputs, self.skips.receive(batch, leaf)))
         return inputs

@@ -155,7 +155,11 @@ class MessageRoute(Route):
     @override
     def send(self, units: Sequence[Unit], pieces: Sequence[Piece]) -> None:
         del units
-        flat = pieces[0][1] if len(pieces) == 1 else [t for _, tensors in pieces for t in tensors]
+        if len(pieces) == 1:
+            ((structure, flat),) = pieces
+            self.messages.put(self.number, flat, ((structure, len(flat)),))
+            return
+        flat = [tensor for _, tensors in pieces for tensor in tensors]
         self.messages.put(self.number, flat, [(structure, len(tensors)) for structure, tensors in pieces])
 
     @override
