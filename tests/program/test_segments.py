@@ -157,7 +157,8 @@ def test_a_last_period_with_other_versions_is_refused(scheme: str) -> None:
     content["orders"] = [[older(op) for op in order] for order in content["orders"]]
     content["versions"] = [[*versions[:-1], 2] for versions in content["versions"]]
     reasons = (
-        "in period 7, the last one, does not repeat the periods before it|do not reach the part that repeats"
+        r"worker \d: op \d+ is .*, where training has .*: it repeats earlier periods"
+        "|do not reach the part that repeats"
     )
     with pytest.raises((ScheduleError, ConfigError), match=reasons):
         segments(loads(json.dumps(content), "other.json"))

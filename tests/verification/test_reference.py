@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import counterflow as cf
-from counterflow.errors import ConfigError
+from counterflow.errors import ScheduleError
 from counterflow.schedule import registry, schemes
 from counterflow.schedule.ir import Schedule
 from counterflow.verification.reference import Reference, Staleness
 from counterflow.verification.reference_parts import parts_of
-from counterflow.verification.training_agreement import one_process
+from counterflow.verification.training_agreement import one_process, verify
 
 D = torch.float64
 
@@ -160,7 +160,10 @@ def test_versions_are_those_of_the_ops() -> None:
 @pytest.mark.parametrize(
     "schedule",
     [
-        *map(schemes.pipedream, (1, 2, 5)),
+        *map(schemes.pipedream, (1, 2, 5, 10)),
+        schemes.pipedream(3, periods=2),
+        schemes.pipedream_2bw(2, 2, periods=1),
+        schemes.wpipe(2, 2, periods=1),
         *(schemes.pipedream_2bw(d, n) for d, n in ((1, 1), (2, 4), (4, 5))),
         *(schemes.wpipe(d, n) for d, n in ((2, 4), (3, 4), (4, 8))),
     ],
@@ -175,13 +178,11 @@ def test_versions_of_the_ops_are_those_that_a_scheme_states(schedule: Schedule) 
         assert stale.version(schedule.stages, stage, period) == rule(schedule.stages, stage, period)
 
 
-def test_one_version_in_a_period() -> None:
-    schedule = schemes.pipedream_2bw(2, 2)
-    lists = [list(order) for order in schedule.orders]
-    place = next(n for n, op in enumerate(lists[0]) if op.version and op.kind.is_forward)
-    lists[0][place] = lists[0][place]._replace(version=0)
-    with pytest.raises(ConfigError, match=r"stage 0 computes with versions \d and \d of its weights"):
-        Staleness.of(replace(schedule, orders=tuple(map(tuple, lists))), (1,))
+@pytest.mark.parametrize("schedule", [schemes.pipedream(2), schemes.dapple(2, 4)], ids=str)
+def test_schedules_that_no_training_can_run_are_refused_before_it_begins(schedule: Schedule) -> None:
+    wrong = replace(schedule, orders=(schedule.orders[0][:-1], *schedule.orders[1:]))
+    with pytest.raises(ScheduleError):
+        verify(wrong, [nn.Linear(2, 2), nn.Linear(2, 2)], nn.MSELoss(), [[]], optimizer=sgd)
 
 
 def test_the_users_layers_and_hooks_stay() -> None:

@@ -97,11 +97,7 @@ class MiniBatchCuts:
         return replace(self.empty, actions=tuple(rows))
 
     def repeats_from(self) -> int | None:
-        """The first segment that all later ones repeat; None if no segment does in these periods.
-
-        Raises:
-            ScheduleError: the last period, whose segment has the drain too, has other ops than a repetition.
-        """
+        """The first segment that all later ones repeat; None if no segment does in these periods."""
         count = self.schedule.micro_batches
         same = [
             after.actions == tuple(tuple(shifted(a, 1, count) for a in row) for row in segment.actions)
@@ -112,21 +108,7 @@ class MiniBatchCuts:
             first -= 1
         if first == len(same):
             return None
-        self._refuse_last(count)
         return first
-
-    def _refuse_last(self, count: int) -> None:
-        last = self.schedule.periods - 1
-        for worker, order in enumerate(self.schedule.orders):
-            before, ops = ([op for op in order if self.schedule.period_of(op) == p] for p in (last - 1, last))
-            repeated = {shifted(Compute(op), 1, count) for op in before}
-            for action in map(Compute, ops):
-                if action not in repeated:
-                    raise ScheduleError(
-                        f"{self.schedule}: worker {worker}: {action.op} in period {last}, the last one, does "
-                        "not repeat the periods before it, in its stage, micro-batch or version of the "
-                        "weights; training repeats these, and would not do what the last one says"
-                    )
 
     def drain(self, number: int) -> Program:
         """The rest of the work after segment ``number`` if nothing follows."""

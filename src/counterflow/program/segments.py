@@ -19,8 +19,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
-from counterflow.errors import ConfigError
+from counterflow.errors import ConfigError, ScheduleError
 from counterflow.schedule import registry
 from counterflow.schedule.ir import Op, Schedule
 from counterflow.schedule.recompute_ops import with_recomputations
@@ -171,6 +172,7 @@ def segments(
         for k in range(last + 1)
     )
     parts = Segments(cut.schedule, steady, drains, together)
+    _refuse_other_end(cut.schedule, parts)
     for periods in range(1, last + 3):
         program = parts.program(periods)
         rules = (
@@ -187,6 +189,18 @@ def segments(
         )
         require(CheckSubject(program.schedule, program), rules)
     return parts
+
+
+def _refuse_other_end(schedule: Schedule, parts: Segments) -> None:
+    # The last periods of the schedule belong to no segment.
+    expected = parts.program(schedule.periods).schedule
+    for worker, (order, ops) in enumerate(zip(schedule.orders, expected.orders, strict=True)):
+        for place, (op, repeated) in enumerate(zip_longest(order, ops)):
+            if op != repeated:
+                raise ScheduleError(
+                    f"{schedule}: worker {worker}: op {place} is {op or 'missing'}, where training has "
+                    f"{repeated or 'none'}: it repeats earlier periods, and runs what is left at the end"
+                )
 
 
 def steps(program: Program, ends: Ends) -> Segments:

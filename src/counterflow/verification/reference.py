@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from counterflow.api.aux_loss import added_losses
 from counterflow.common.tensors.torch_private import hook_tables, hooks_of
-from counterflow.errors import ConfigError
+from counterflow.program.segments import segments
 from counterflow.runtime.mini_batch.loss_output import LossFunction, LossOutput, read_loss
 from counterflow.runtime.mini_batch.mean_losses import MeanLossDetector
 from counterflow.schedule.ir import Schedule
@@ -54,7 +54,8 @@ class Staleness:
         """Versions with which a schedule's ops compute; None for a synchronous one.
 
         Raises:
-            ConfigError: ops of one stage and period compute with different versions.
+            ConfigError: as of ``VersionTable.of``.
+            ScheduleError: as of ``VersionTable.of``.
         """
         return None if schedule.synchronous else cls(tuple(cuts), VersionTable.of(schedule))
 
@@ -71,20 +72,15 @@ class VersionTable:
 
     @classmethod
     def of(cls, schedule: Schedule) -> VersionTable:
-        """Table of a schedule.
+        """Table of a schedule, in as many periods as a training needs before it repeats them.
 
         Raises:
-            ConfigError: ops of one stage and period compute with different versions.
+            ConfigError: periods are missing.
+            ScheduleError: no training can run the schedule; for one, ops of a stage and period compute with
+                different versions.
         """
-        table: dict[tuple[int, int], int] = {}
-        for op in schedule.ops():
-            period = schedule.period_of(op)
-            version = table.setdefault((op.stage, period), op.version)
-            if version != op.version:
-                raise ConfigError(
-                    f"in period {period} stage {op.stage} computes with versions {version} and {op.version} "
-                    "of its weights; training is verified with one version in each period"
-                )
+        schedule = segments(schedule).schedule
+        table = {(op.stage, schedule.period_of(op)): op.version for op in schedule.ops()}
         stages, periods = range(schedule.stages), range(schedule.periods)
         return cls(tuple(tuple(table[stage, period] for period in periods) for stage in stages))
 

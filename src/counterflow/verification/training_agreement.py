@@ -17,6 +17,7 @@ from counterflow.common.tensors.devices import autocast_type
 from counterflow.common.tensors.dtypes import as_real, dtype_of
 from counterflow.common.tensors.module_copies import copy_module
 from counterflow.execution import Batching, Execution, Flat, records
+from counterflow.program.checker import checked_program
 from counterflow.runtime.execution.step import Step
 from counterflow.runtime.mini_batch.loss_output import LossFunction
 from counterflow.runtime.parameters.optimizers import MakeOptimizer, MakeScheduler
@@ -138,6 +139,8 @@ def verify(
     lower = execution.computes_in
     # Sums in low precision depend on the number of threads.
     threads = 1 if lower else None
+    if schedule.synchronous:
+        checked_program(schedule, replicas=replicas)
     if reference is None:
         modules = layers_of(list(layers))
         if (cuts := options.get("cuts")) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import operator
 import os
 import runpy
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from counterflow.common.external_signals import end_fork_server
 from counterflow.errors import ConfigError, DeadlockError, WorkerError
@@ -139,6 +141,25 @@ def test_forked_workers_are_as_if_started_anew(
     assert len({draw for _, _, draw in first + second}) == 4
     assert len({parent for parent, _, _ in first + second}) == 1  # imports once
     assert os.getpid() not in {parent for parent, _, _ in first}
+
+
+@Job
+def load() -> tuple[str, list[int]]:
+    """How processes of a worker are started, and what those of a data loader give, which no pickle could."""
+    numbers: Any = [1, 2, 3, 4]
+    loader: Any = DataLoader(numbers, batch_size=2, num_workers=1, collate_fn=lambda few: sum(few) + 1)
+    return multiprocessing.get_start_method(), list(loader)
+
+
+def test_processes_of_a_worker_are_started_as_those_of_the_launch() -> None:
+    context = multiprocessing.get_context()
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("fork", force=True)
+    try:
+        assert launch(load, workers=1, transport="gloo") == [("fork", [4, 8])]
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+    assert multiprocessing.get_context() is context
 
 
 def test_workers_of_gpus_are_not_forked() -> None:

@@ -102,7 +102,8 @@ class ProcessLaunch:
                 raise
             has_supervisor = self.supervisor is not None
             worker_input = _WorkerInput(
-                str(directory), Surroundings(), self.defaults, self.threads, has_supervisor
+                *(str(directory), Surroundings(), self.defaults, self.threads, has_supervisor),
+                multiprocessing.get_start_method(allow_none=True),
             )
             try:
                 children.start(
@@ -162,10 +163,14 @@ class _WorkerInput(NamedTuple):
     defaults: world.Defaults
     threads: int
     has_supervisor: bool
+    start_method: str | None
+    """Start method of the launching process's children; None: Python's default."""
 
 
 def _work(worker_input: _WorkerInput, variables: Mapping[str, str], line: Connection) -> None:
-    folder, _, defaults, threads, has_supervisor = worker_input
+    folder, _, defaults, threads, has_supervisor, method = worker_input
+    # Python would start a worker's children, as those of a DataLoader, as the worker was started.
+    multiprocessing.set_start_method(method, force=True)
     end_with_the_launch()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher ends it, without tracebacks
     if not has_supervisor:
