@@ -20,6 +20,7 @@ from torch.nn import functional
 
 import counterflow as cf
 from counterflow.capture.contents import Classes, ContentWatch, content_watch
+from counterflow.capture.recorder import Recorder
 
 
 class Holder:
@@ -108,6 +109,113 @@ def test_contents_that_change_count_from_the_next_step_on() -> None:
         ) as pipeline:
             for name, change in CHANGES.items():
                 change(model)
+                with torch.no_grad():
+                    expected = functional.mse_loss(model(x), target).item()
+                assert pipeline.step(x, target).loss == pytest.approx(expected), name
+
+    cf.launch(work, workers=1, transport="local")
+
+
+class Statistics:
+    """Numbers of each worker, of which forwards read one."""
+
+    def __init__(self) -> None:
+        self.on, self.times, self.seen = True, np.zeros(20_000), multiprocessing.Value("l", 0)
+
+    def note(self, step: int) -> None:
+        self.times[:] = step
+        self.seen.value += 1
+
+
+class Waiting:
+    """An event for which a thread waits, and the thread."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.thread = threading.Thread(target=self.event.wait, daemon=True)
+        self.factor = 1.0
+
+
+STATISTICS, WAITING, TABLE = Statistics(), Waiting(), weakref.WeakValueDictionary[str, Holder]()
+SCALES: dict[str, Any] = {}
+VARIABLE = contextvars.ContextVar("VARIABLE", default=1.0)
+
+
+class SetsVariable(nn.Module):
+    """A layer that leaves a variable set, which no other code reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        VARIABLE.set(2.0)
+        return self.linear(x) * VARIABLE.get()  # type: ignore[no-any-return]
+
+
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(SetsVariable() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        factor = (1.0 if STATISTICS.on else 2.0) * WAITING.factor * (3.0 if WAITING.event.is_set() else 1.0)
+        factor *= TABLE["holder"].factor if "holder" in TABLE else 0.5
+        for values in SCALES.values():
+            first = values.flat[0] if isinstance(values, np.ndarray) else values[0]
+            factor *= (
+                0.7 if first is np.ma.masked else 1.0 + 0.1 * float(first) + 0.01 * np.asarray(values).ndim
+            )
+            factor *= 1.1 if np.asarray(values).dtype.kind == "f" else 1.0
+        return x * factor
+
+
+def test_replaced_and_released_objects_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those whose bytes are the same, and those that only a guard would keep alive."""
+    holders = [Holder()]
+    TABLE["holder"] = holders[0]
+    WAITING.thread.start()
+    masked = np.ma.masked_array([1.0, 2.0])
+    SCALES.update(ints=np.zeros(4, "i8"), shaped=np.ones(4), coded=array.array("l", [0]), masked=masked)
+    SCALES.update(
+        large=np.ones(65536), strided=np.ones((512, 512)).T[::2], column=np.ones((300, 300), order="F")
+    )
+    changes: dict[str, Callable[[], object]] = {
+        "nothing": lambda: None,
+        "dtype": lambda: SCALES.update(ints=np.zeros(4)),
+        "shape": lambda: SCALES.update(shaped=np.ones((2, 2))),
+        "code": lambda: SCALES.update(coded=array.array("d", [0.0])),
+        "mask": lambda: masked.__setitem__(0, np.ma.masked),
+        "large array": lambda: SCALES.update(large=np.full(65536, 2.0)),
+        "large array in place": lambda: SCALES["large"].__imul__(2),
+        "strided array in place": lambda: SCALES["strided"].fill(3.0),
+        "array by columns in place": lambda: SCALES["column"].fill(3.0),
+        "weak table": holders.clear,
+        "event": WAITING.event.set,
+    }
+
+    def work() -> None:
+        torch.manual_seed(0)
+        model, x, target = Reads(), torch.randn(4, 8), torch.zeros(4, 8)
+        with cf.Pipeline(
+            model,
+            functional.mse_loss,
+            "dapple(stages=1, micro_batches=1)",
+            optimizer=lambda p: torch.optim.SGD(p, 0.0),
+            example=x,
+            witness_every=0,
+        ) as pipeline:
+            for _ in range(2):  # after the first one the variable is set
+                pipeline.step(x, target)
+            with monkeypatch.context() as patch:
+                patch.delattr(Recorder, "run")  # nothing reads what a worker counts for itself
+                for step in range(3):
+                    STATISTICS.note(step)
+                    pipeline.step(x, target)
+            for name, change in changes.items():
+                change()
                 with torch.no_grad():
                     expected = functional.mse_loss(model(x), target).item()
                 assert pipeline.step(x, target).loss == pytest.approx(expected), name

@@ -9,6 +9,13 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+GRADIENT_NAMES = {"is_grad_enabled", "is_inference_mode_enabled", "requires_grad", "grad_fn", "is_leaf"}
+"""Names by which code asks whether gradients are recorded."""
+SEED_NAMES = {"manual_seed", "manual_seed_all", "set_rng_state", "fork_rng"}
+"""Names by which code sets the state of torch's random numbers."""
+ENVIRONMENT_NAMES = {"environ", "getenv"}
+"""Names by which code reads variables of the environment."""
+
 
 @functools.lru_cache(maxsize=4096)
 def names_in(code: CodeType) -> tuple[tuple[str, ...], frozenset[str]]:

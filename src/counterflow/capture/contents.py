@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
+from operator import is_
 from types import MappingProxyType
 from typing import Any
 
@@ -22,15 +25,19 @@ from typing_extensions import override
 from counterflow.common.tensors.torch_private import without_functions
 from counterflow.common.trees import version_of
 
-from .python_state import ABSENT, Plain
+from .call_arguments import PLAIN
+from .python_state import ABSENT, Plain, Same
 
 _BYTES = 2**16
 """Largest memory that is compared byte by byte."""
 _SAMPLES = 4096
 """Number of bytes that are compared of a larger one, in equal distances."""
+_OBJECTS = 10_000
+"""Largest array of objects that is looked at."""
 _TENSOR_BYTES = 4096
 """Largest tensor whose values are compared; of larger ones torch counts the changes."""
 
+_CONSTRUCTORS = {"__init__", "__new__", "__post_init__", "__init_subclass__"}
 _PLAIN = (Tensor, nn.Parameter)
 _VIEWS: tuple[type, ...] = (MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
 
@@ -56,6 +63,11 @@ class ContentWatch:
     def values(self) -> Mapping[str, object]:
         """Objects in it, by their names."""
         return {}
+
+    @property
+    def is_small(self) -> bool:
+        """True if it is watched wherever it is; otherwise only where code mentions its name."""
+        return True
 
     def unchanged(self) -> bool:
         """Compare the content with the saved one."""
@@ -110,32 +122,54 @@ class Version(ContentWatch):
 class Buffer(ContentWatch):
     """Memory of an object that exports it.
 
+    Of more than 64 KiB some thousand bytes are compared, at all places within its items.
+
     Args:
         label: name for messages.
         exporter: the object.
+        owner: object of the user's, of which it is a view.
+
+    Raises:
+        TypeError: the object exports no memory.
+        ValueError: the memory is large and has gaps, or the object cannot export it now.
     """
 
-    __slots__ = ("_exporter", "_saved")
+    __slots__ = ("_exporter", "_owner", "_saved")
 
-    def __init__(self, label: str, exporter: Any) -> None:
+    def __init__(self, label: str, exporter: Any, owner: object) -> None:
         super().__init__(label)
-        self._exporter = exporter
+        self._exporter, self._owner = exporter, owner
         self._saved = self._content()
 
     @property
     @override
     def token(self) -> object:
-        length, content = self._saved
-        kind = type(self._exporter)
-        return Plain((kind.__module__, kind.__qualname__, length, content))
+        length, form, content = self._saved
+        kind = type(self._owner)
+        whole = None if length == len(content) else Same(self._owner)
+        return Plain((kind.__module__, kind.__qualname__, length, form)), whole, Plain(content)
 
-    def _content(self) -> tuple[int, bytes]:
+    @property
+    @override
+    def is_small(self) -> bool:
+        kind = type(self._owner)
+        return self._saved[0] <= _TENSOR_BYTES and kind.__module__ != "multiprocessing.sharedctypes"
+
+    def _content(self) -> tuple[int, object, bytes]:
         with memoryview(self._exporter) as memory:
-            length = memory.nbytes
-            if length <= _BYTES or not memory.c_contiguous:
-                return length, memory.tobytes()
-            with memory.cast("B") as octets, octets[:: length // _SAMPLES] as part:
-                return length, part.tobytes()
+            length, form = memory.nbytes, (memory.format, memory.shape)
+            if length <= _BYTES:
+                return length, form, memory.tobytes()
+            step = length // _SAMPLES
+            while math.gcd(step, memory.itemsize) != 1:
+                step += 1
+            if memory.c_contiguous:
+                with memory.cast("B") as octets, octets[::step] as part:
+                    return length, form, part.tobytes()
+        if not hasattr(self._exporter, "flat"):
+            raise ValueError("large memory with gaps")
+        items = self._exporter.flat[:: self._exporter.size // _SAMPLES]
+        return length, form, bytes(items.tobytes())
 
     @override
     def unchanged(self) -> bool:
@@ -143,9 +177,9 @@ class Buffer(ContentWatch):
 
     @override
     def restore(self) -> None:
-        length, content = self._saved
+        length, _, content = self._saved
         with memoryview(self._exporter) as memory:
-            if memory.readonly or not memory.c_contiguous or memory.nbytes != length != len(content):
+            if memory.readonly or not memory.c_contiguous or not memory.nbytes == length == len(content):
                 return
             with memory.cast("B") as octets:
                 octets[:] = content
@@ -179,7 +213,7 @@ class ObjectArray(ContentWatch):
     @override
     def unchanged(self) -> bool:
         now = tuple(self._array.flat)
-        return len(now) == len(self._saved) and all(a is b for a, b in zip(now, self._saved, strict=True))
+        return len(now) == len(self._saved) and all(map(is_, now, self._saved))
 
     @override
     def restore(self) -> None:
@@ -187,22 +221,19 @@ class ObjectArray(ContentWatch):
             self._array.flat[place] = value
 
 
-class Referent(ContentWatch):
-    """Object to which a reference leads.
+class Result(ContentWatch):
+    """Object that a function without arguments returns.
 
     Args:
         label: name for messages.
-        read: returns the object.
-        write: sets it; None: it cannot be set.
+        read: the function.
     """
 
-    __slots__ = ("_read", "_saved", "_write")
+    __slots__ = ("_read", "_saved")
 
-    def __init__(
-        self, label: str, read: Callable[[], object], write: Callable[[Any], object] | None = None
-    ) -> None:
+    def __init__(self, label: str, read: Callable[[], object]) -> None:
         super().__init__(label)
-        self._read, self._write = read, write
+        self._read = read
         self._saved = read()
 
     @property
@@ -219,13 +250,8 @@ class Referent(ContentWatch):
     def unchanged(self) -> bool:
         return self._read() is self._saved
 
-    @override
-    def restore(self) -> None:
-        if self._write is not None and self._saved is not ABSENT:
-            self._write(self._saved)
 
-
-class ContextContent(Referent):
+class ContextContent(Result):
     """Value of a variable of ``contextvars``, which a forward may set for a while.
 
     Args:
@@ -233,10 +259,54 @@ class ContextContent(Referent):
         variable: the variable.
     """
 
-    __slots__ = ()
+    __slots__ = ("_variable",)
 
     def __init__(self, label: str, variable: ContextVar[Any]) -> None:
-        super().__init__(label, partial(_content_of_context, variable), variable.set)
+        super().__init__(label, partial(_content_of_context, variable))
+        self._variable = variable
+
+    def current(self) -> object:
+        """Return the value of now."""
+        return self._read()
+
+    @override
+    def restore(self) -> None:
+        if self._saved is not ABSENT:
+            self._variable.set(self._saved)
+
+
+class WeakContent(ContentWatch):
+    """Object of a weak reference with its plain attributes, which is not kept alive.
+
+    Args:
+        label: name for messages.
+        reference: the reference.
+    """
+
+    __slots__ = ("_reference", "_saved")
+
+    def __init__(self, label: str, reference: weakref.ref[Any]) -> None:
+        super().__init__(label)
+        self._reference = reference
+        self._saved = self._content()
+
+    @property
+    @override
+    def token(self) -> object:
+        return Plain(self._saved)
+
+    def _content(self) -> tuple[object, ...]:
+        referent = self._reference()
+        if referent is None:
+            return ()
+        attributes = getattr(referent, "__dict__", None)
+        entries = attributes.items() if isinstance(attributes, dict) else ()
+        plain = [(name, repr(value) if isinstance(value, PLAIN) else id(value)) for name, value in entries]
+        return id(referent), type(referent).__qualname__, tuple(plain)
+
+    @override
+    def unchanged(self) -> bool:
+        return self._content() == self._saved
 
 
 class Classes:
@@ -269,6 +339,68 @@ class Classes:
                 value.__class__ = kind
 
 
+class Contents:
+    """Contents and classes of the objects of a walk."""
+
+    def __init__(self) -> None:
+        self._classes: list[tuple[str, object]] = []
+        self._unread: list[tuple[str, ContentWatch]] = []
+        self._called: set[str] = set()
+        self._methods: list[tuple[str, frozenset[str]]] = []
+        self.of_object = False
+        """True while all methods of an object are walked, of which only some are called."""
+
+    def add_code(self, name: str, names: frozenset[str]) -> None:
+        """Add a function.
+
+        Args:
+            name: name of the function.
+            names: names that its code mentions.
+        """
+        if self.of_object:
+            self._methods.append((name, names))
+        else:
+            self._called |= names
+
+    def add_class(self, label: str, value: object) -> None:
+        """Add an object whose class is watched."""
+        self._classes.append((label, value))
+
+    def defer(self, attribute: str, watch: ContentWatch) -> bool:
+        """Keep the watch of an attribute's content that counts if code that is called mentions the attribute.
+
+        Args:
+            attribute: name of the attribute; empty: the content counts in any case.
+            watch: the watch.
+
+        Returns:
+            False if the content counts in any case.
+        """
+        if attribute and not watch.is_small:
+            self._unread.append((attribute, watch))
+        return bool(attribute) and not watch.is_small
+
+    def mentioned(self) -> list[ContentWatch]:
+        """Return the deferred watches of attributes that code mentions; a method is called by its name."""
+        names, methods = set(self._called), self._methods
+        while self._unread:
+            called = (more for name, more in methods if name in names or _is_called_unnamed(name))
+            further = set().union(*called) - names
+            if not further:
+                break
+            names |= further
+        return [watch for attribute, watch in self._unread if attribute in names]
+
+    def classes(self) -> Classes:
+        """Return the watch of all classes."""
+        return Classes(self._classes)
+
+
+def _is_called_unnamed(function: str) -> bool:
+    # Operators and lambdas; a constructor makes another object.
+    return function.startswith(("__", "<")) and function not in _CONSTRUCTORS
+
+
 def _content_of_context(variable: ContextVar[Any]) -> Any:
     try:
         return variable.get()
@@ -284,17 +416,30 @@ def content_watch(label: str, value: Any) -> ContentWatch | None:
         value: the object.
     """
     if isinstance(value, weakref.ref):
-        return Referent(label, value)
+        return WeakContent(label, value)
     if isinstance(value, ContextVar):
         return ContextContent(label, value)
+    if isinstance(value, threading.Event):
+        return Result(label, value.is_set)
     if isinstance(value, _VIEWS):
         (mapping,) = gc.get_referents(value)
-        return Referent(label, lambda: mapping)
-    of_numpy = any(base.__module__ == "numpy" for base in type(value).__mro__)
-    kind = value.dtype.kind if of_numpy and hasattr(value, "dtype") else ""
-    if kind == "O":
-        return ObjectArray(label, value)
+        return Result(label, lambda: mapping)
     try:
-        return Buffer(label, value.view("i8") if kind in ("m", "M") else value)
+        return _buffer_watch(label, value)
     except (TypeError, ValueError, BufferError, NotImplementedError):
         return None
+
+
+def _buffer_watch(label: str, value: Any) -> ContentWatch | None:
+    kind = type(value)
+    if getattr(kind, "__module__", None) == "multiprocessing.sharedctypes":
+        return Buffer(label, value.get_obj(), value)
+    array = next((b for b in kind.__mro__ if b.__module__ == "numpy" and b.__name__ == "ndarray"), None)
+    if array is None:
+        return Buffer(label, value, value)
+    plain: Any = array.view(value, array)  # type: ignore[attr-defined] # a subclass may have its own methods
+    if plain.dtype.hasobject:
+        return ObjectArray(label, plain) if plain.dtype.kind == "O" and plain.size <= _OBJECTS else None
+    if plain.dtype.kind in ("m", "M"):
+        plain = plain.view("i8")
+    return Buffer(label, plain.T if plain.flags.f_contiguous else plain, value)

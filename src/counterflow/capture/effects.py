@@ -13,6 +13,7 @@ import gc
 import random
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,8 +21,9 @@ from torch import Tensor, nn
 from .contents import ContextContent
 from .instances import instances_of
 from .namespaces import is_library
-from .python_state import DictEntries, PythonState, WatchedContainer
+from .python_state import ABSENT, DictEntries, PythonState, WatchedContainer
 from .tracing_internals import OF_TORCH, FakeTensor
+from .untraceable import Unfollowed
 from .walk import LRU_CACHE, Walk
 
 LruCache = Any
@@ -79,6 +81,10 @@ class Effects:
         self._reads = {pair: reader for pair, reader in reads.items() if pair[0] not in opened}
         self._attributes_read = self._called_attributes()
         self._begin = self._draws = _generator_states(reachable.mentions)
+        self._contexts: dict[ContextContent, object] = {}
+        """Values of variables of ``contextvars`` before the last call of a module."""
+        self._called_contexts: dict[ContextContent, object] = {}
+        """Values that called modules have set."""
         self.live: list[str] = []
         """Names of the values that called modules change."""
 
@@ -114,14 +120,14 @@ class Effects:
             )
         }
 
-    def refusal(self, *, ended: bool = False) -> str | None:
+    def refusal(self) -> str | None:
         """Effect of the code of opened modules since the last call of a module; None: there is none.
 
-        Args:
-            ended: whether the run is over; before, variables of ``contextvars`` may be set.
+        Variables of ``contextvars`` may be set until the module ends (``resetting``).
         """
+        self._contexts = self._values_of_contexts()
         for watch in (*self._module_attributes.changed(), *self._reachable.changed()):
-            if not (self._is_cache(watch) or (isinstance(watch, ContextContent) and not ended)):
+            if not (isinstance(watch, ContextContent) or self._is_cache(watch)):
                 return f"changes {watch.label}"
         for cache in self._filled():
             if not all(map(self._lasts, _tensors_of(cache))):
@@ -130,12 +136,35 @@ class Effects:
             return "draws from a random generator of Python or NumPy"
         return None
 
+    @contextmanager
+    def resetting(self, path: str) -> Iterator[None]:
+        """Context of the code of an opened module, which may set variables of ``contextvars`` for a while.
+
+        Args:
+            path: path of the module.
+
+        Raises:
+            Unfollowed: it leaves one set.
+        """
+        before = self._values_of_contexts()
+        yield
+        for watch, value in before.items():
+            if not any(watch.current() is known for known in (value, self._called_contexts.get(watch))):
+                raise Unfollowed(path, f"changes {watch.label}")
+
+    def _values_of_contexts(self) -> dict[ContextContent, object]:
+        watches = self._reachable.watches
+        return {watch: watch.current() for watch in watches if isinstance(watch, ContextContent)}
+
     def accept(self) -> None:
         """Accept the effects of a called module, of which those outside the copy are undone."""
         for watch in self._reachable.changed():
             if not isinstance(watch, ContextContent):
                 self.live.append(watch.label)
                 watch.restore()
+            elif watch.current() is not self._contexts.get(watch, ABSENT):
+                self.live.append(watch.label)
+                self._called_contexts[watch] = watch.current()
         if self._module_attributes.changed():
             before, self._module_attributes = self._module_attributes, self._attributes()
             self.live += before.differences(self._module_attributes)

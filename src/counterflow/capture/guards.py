@@ -5,8 +5,9 @@ closures of the functions that ran, the modules of opened modules, their hooks, 
 the guards. An attribute that no opened forward reads is none, so a change of it costs nothing.
 
 Not seen: entries of containers of more than 10,000 entries, single entries of arrays of more than 64 KiB,
-objects of C extensions that export no memory, changes of larger tensors by ``tensor.data``, and globals of
-installed libraries that no user changes between steps (``walk``).
+objects of C extensions that export no memory, changes of larger tensors by ``tensor.data``, what a weak
+reference leads to beyond its attributes, and globals of installed libraries that no user changes between steps
+(``walk``).
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Iterable
 from types import ModuleType
+from typing import Any
 
 _LIBRARIES = frozenset(sys.stdlib_module_names) | {
     *("torch", "torchvision", "torchaudio", "numpy", "scipy", "sympy", "triton", "einops", "counterflow"),
@@ -14,15 +15,20 @@ _LIBRARIES = frozenset(sys.stdlib_module_names) | {
 
 _CONFIGS = frozenset(
     (
-        *("types", "argparse", "collections", "configparser", "weakref", "_weakrefset", "threading"),
-        *("multiprocessing", "transformers", "peft", "diffusers"),
+        *("types", "argparse", "collections", "configparser", "weakref", "_weakrefset"),
+        *("transformers", "peft", "diffusers"),
     )
 )
 
 
-def is_library(name: str | None) -> bool:
-    """Tell whether a Python module, by its full name, is of a library that is not entered."""
-    return (name or "").partition(".")[0] in _LIBRARIES
+def is_library(name: Any) -> bool:
+    """Tell whether a Python module, by its full name, is of a library that is not entered.
+
+    Classes in C may have a descriptor for objects in the place of the name.
+    """
+    if not isinstance(name, str):
+        return name is not None
+    return name.partition(".")[0] in _LIBRARIES
 
 
 class Namespace:

@@ -155,7 +155,7 @@ class Recorder(TorchFunctionMode):
                 self._running = False
                 self._refuse_observed()
             record.output = self._template(result)
-            self._refuse_effects(ended=True)
+            self._refuse_effects()
             record.live, record.written = self._effects.live, self._effects.written()
         except Unfollowed:
             raise
@@ -184,9 +184,9 @@ class Recorder(TorchFunctionMode):
             if not same(now, before):
                 raise Unfollowed("", f"reads and changes {label}.{name}")
 
-    def _refuse_effects(self, *, ended: bool = False) -> None:
+    def _refuse_effects(self) -> None:
         # No step repeats effects of the code of opened modules.
-        why = self._effects.refusal(ended=ended)
+        why = self._effects.refusal()
         if why is None and process_settings() != self._settings:
             why = "changes a setting of the process (the default dtype, deterministic algorithms)"
         if why is not None:
@@ -245,7 +245,7 @@ class Recorder(TorchFunctionMode):
 
     def _through(self, module: nn.Module, cls: type, args: Any, kwargs: Any) -> Any:
         self._stack.append(path := self._paths[id(module)])
-        with self._costing(path):
+        with self._costing(path), self._effects.resetting(path):
             result = cls.__call__(module, *args, **kwargs)
         self._stack.pop()
         return result

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .code_names import imported_modules, names_in
-from .contents import Classes, ContentWatch, Version, content_watch
+from .code_names import ENVIRONMENT_NAMES, GRADIENT_NAMES, SEED_NAMES, imported_modules, names_in
+from .contents import Contents, ContentWatch, Version, content_watch
 from .namespaces import Namespace, is_config, is_library, is_operator, of_users, slots_of
 from .python_state import (
     ABSENT,
@@ -49,9 +49,6 @@ _NUMBERS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 _CONTAINERS = (dict, list, tuple, deque, set, frozenset)
 _METHODS = (FunctionType, property, staticmethod, classmethod, functools.cached_property)
 _TYPES_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
-_OF_GRADIENTS = {"is_grad_enabled", "is_inference_mode_enabled", "requires_grad", "grad_fn", "is_leaf"}
-_SEEDS = {"manual_seed", "manual_seed_all", "set_rng_state", "fork_rng"}
-_ENVIRONMENT = {"environ", "getenv"}
 _LARGEST = 50_000
 """Largest number of values of a state; further ones are not looked at."""
 _LONGEST = 10_000
@@ -73,7 +70,7 @@ class Walk:
         self._model = {id(m) for m in (*model.modules(), *objects)}
         self._tensors = {id(t) for t in (*model.parameters(), *model.buffers())}
         self._walked: dict[int, tuple[int, object]] = {}
-        self._classes: list[tuple[str, object]] = []
+        self._contents, self._attribute = Contents(), ""
         self._names: dict[int, tuple[Mapping[str, Any], dict[str, str], object]] = {}
         self._functions: dict[int, object] = {}
         self._mentions: set[str] = set()
@@ -86,11 +83,13 @@ class Walk:
         """State of all that was walked."""
         while self._look_up_mentions():
             pass
+        for content in self._contents.mentioned():
+            self._content(content)
         self.state.watches += [
             AbsentNames(space.label, space.owner, space.names) for space in self._namespaces.values()
         ]
         self.state.watches += [Names(*entry) for entry in self._names.values()]
-        self.state.watches.append(Classes(self._classes))
+        self.state.watches.append(self._contents.classes())
         self._names.clear()
         return self.state
 
@@ -185,9 +184,10 @@ class Walk:
             return
         loaded, names = names_in(function.__code__)
         self._mentions.update(names)
-        if not names.isdisjoint(_SEEDS):
+        self._contents.add_code(function.__name__, names)
+        if not names.isdisjoint(SEED_NAMES):
             self._refuse("sets the state of torch's random numbers")
-        if not names.isdisjoint(_ENVIRONMENT):
+        if not names.isdisjoint(ENVIRONMENT_NAMES):
             self.value("os.environ", vars(os.environ).get("_data"))
         if not is_library(function.__module__):
             self._function_of_user(label, function, names)
@@ -210,7 +210,7 @@ class Walk:
 
     def _function_of_user(self, label: str, function: FunctionType, names: frozenset[str]) -> None:
         # Libraries ask for gradients before checkpoints, which change no number.
-        self.state.asks_for_gradients |= not names.isdisjoint(_OF_GRADIENTS)
+        self.state.asks_for_gradients |= not names.isdisjoint(GRADIENT_NAMES)
         self.state.watches += FunctionParts(label, function), DictEntries(label, function.__dict__)
         self._token(f"the code of {label}", Same(function.__code__))
         for module in imported_modules(function):
@@ -288,6 +288,7 @@ class Walk:
     def _methods(self, kind: type) -> None:
         """Walk all methods of the classes of an object, and the numbers and texts of these classes."""
         self._note_class(kind)
+        outer, self._contents.of_object = self._contents.of_object, True
         for base in of_users(kind.__mro__):
             space = self._namespace(base)
             if space.entered:
@@ -298,8 +299,7 @@ class Walk:
                 label = f"{space.label}.{name}"
                 if (number or isinstance(value, _METHODS)) and self._name(label, vars(base), name, base):
                     self._member(label, value)
-
-    # -- values
+        self._contents.of_object = outer
 
     def value(self, label: str, value: Any) -> None:
         """Walk a value to its leaves."""
@@ -324,7 +324,7 @@ class Walk:
     def _tensor(self, label: str, tensor: Tensor) -> None:
         self._token(label, Same(tensor))
         if id(tensor) not in self._tensors:
-            self._content(label, Version(label, tensor))
+            self._content(Version(label, tensor))
 
     def _module(self, label: str, module: nn.Module) -> None:
         self._token(label, Same(module))
@@ -387,9 +387,10 @@ class Walk:
         if hasattr(kind, "__next__") or kind.__module__.startswith(("random", "numpy.random")):
             self._refuse(f"reads {label}, of which each use gives another value")
         watch = content_watch(label, value)
-        if watch is not None:
-            self._content(label, watch)
-        if not is_library(kind.__module__) or (watch is None and is_config(kind)):
+        if watch is not None and not self._contents.defer(self._attribute, watch):
+            self._content(watch)
+        enters = is_config(kind) if watch is None else kind.__module__.startswith("numpy.")
+        if enters or not is_library(kind.__module__):
             self._token(label, Same(kind))
             self._attributes(label, value)
         elif watch is None:
@@ -399,8 +400,10 @@ class Walk:
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict) and len(attributes) <= _LONGEST:
             self.state.watches.append(DictEntries(label, attributes))
-            for name, attribute in attributes.items():
-                self.value(f"{label}.{name}", attribute)
+            outer = self._attribute
+            for self._attribute, attribute in attributes.items():
+                self.value(f"{label}.{self._attribute}", attribute)
+            self._attribute = outer
         for base in of_users(type(value).__mro__):
             if names := slots_of(base):
                 self.state.watches.append(Slots(label, value, names))
@@ -409,16 +412,14 @@ class Walk:
         self._class_of(label, value)
         self._methods(type(value))
 
-    def _content(self, label: str, watch: ContentWatch) -> None:
+    def _content(self, watch: ContentWatch) -> None:
         self.state.watches.append(watch)
-        self._token(f"the content of {label}", watch.token)
+        self._token(f"the content of {watch.label}", watch.token)
         for name, value in watch.values.items():
             self.value(name, value)
 
-    # -- notes
-
     def _class_of(self, label: str, value: object) -> None:
-        self._classes.append((label, value))
+        self._contents.add_class(label, value)
         self._token(f"the class of {label}", Same(type(value)))
 
     def _token(self, label: str, token: object) -> None:
