@@ -146,8 +146,8 @@ class Buffer(ContentWatch):
     def token(self) -> object:
         length, form, content = self._saved
         kind = type(self._owner)
-        whole = None if length == len(content) else Same(self._owner)
-        return Plain((kind.__module__, kind.__qualname__, length, form)), whole, Plain(content)
+        owner = None if length == len(content) else Same(self._owner)
+        return Plain((kind.__module__, kind.__qualname__, length, form)), owner, Plain(content)
 
     @property
     @override

@@ -6,8 +6,8 @@ the guards. An attribute that no opened forward reads is none, so a change of it
 
 Not seen: entries of containers of more than 10,000 entries, single entries of arrays of more than 64 KiB,
 objects of C extensions that export no memory, changes of larger tensors by ``tensor.data``, what a weak
-reference leads to beyond its attributes, and globals of installed libraries that no user changes between steps
-(``walk``).
+reference leads to beyond its attributes, and globals of installed libraries that no user changes between
+steps (``walk``).
 """
 
 from __future__ import annotations
