@@ -293,16 +293,22 @@ class WeakContent(ContentWatch):
     @property
     @override
     def token(self) -> object:
-        return Plain(self._saved)
+        _, kind, attributes = self._saved
+        return Plain((kind, tuple((name, text) for name, text, _ in attributes)))  # the same on all workers
 
-    def _content(self) -> tuple[object, ...]:
+    def _content(self) -> tuple[int, str, list[tuple[str, str, int]]]:
         referent = self._reference()
         if referent is None:
-            return ()
+            return 0, "", []
         attributes = getattr(referent, "__dict__", None)
         entries = attributes.items() if isinstance(attributes, dict) else ()
-        plain = [(name, repr(value) if isinstance(value, PLAIN) else id(value)) for name, value in entries]
-        return id(referent), type(referent).__qualname__, tuple(plain)
+        described = [
+            (name, repr(value), 0)
+            if isinstance(value, PLAIN)
+            else (name, type(value).__qualname__, id(value))
+            for name, value in entries
+        ]
+        return id(referent), type(referent).__qualname__, described
 
     @override
     def unchanged(self) -> bool:
