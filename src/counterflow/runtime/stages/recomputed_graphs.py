@@ -10,6 +10,8 @@ its saved input and differentiate it, from the last layer to the first. What a l
 temporary memory of the graph, which the next layer uses again.
 
 A layer that draws random numbers is a graph of its own in both directions, and is seeded before both replays.
+
+Like ``stage_graphs.py`` this code has run on the pretended device and never on a GPU.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ class RecomputedStageGraphs(StageGraphs):
         """Inputs of the layers by the number of the layer."""
         self._chains: dict[tuple[bool, ...], BackwardChain] = {}
         self._draws: tuple[int, SampleRows]
-        """Step and samples of the unit, on which its draws depend."""
+        """Number of the step and samples of the unit, on which its draws depend."""
 
     @override
     def forward(self, tensors: Sequence[Tensor], step: int, rows: SampleRows) -> tuple[Value, list[Tensor]]:
