@@ -403,8 +403,8 @@ class Contents:
 
 
 def _is_called_unnamed(function: str) -> bool:
-    # Operators and lambdas; a constructor makes another object.
-    return function.startswith(("__", "<")) and function not in _CONSTRUCTORS
+    # Operators, lambdas, and what a call of a module runs; a constructor makes another object.
+    return function == "forward" or (function.startswith(("__", "<")) and function not in _CONSTRUCTORS)
 
 
 def _content_of_context(variable: ContextVar[Any]) -> Any:
