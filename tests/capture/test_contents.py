@@ -95,18 +95,22 @@ class Doubled(nn.Linear):
         return 2 * super().forward(input)
 
 
+def pipeline_of(model: nn.Module, x: Tensor) -> cf.Pipeline:
+    return cf.Pipeline(
+        model,
+        functional.mse_loss,
+        "dapple(stages=1, micro_batches=1)",
+        optimizer=lambda p: torch.optim.SGD(p, 0.0),
+        example=x,
+        witness_every=0,
+    )
+
+
 def test_contents_that_change_count_from_the_next_step_on() -> None:
     def work() -> None:
         torch.manual_seed(0)
         model, x, target = Net(), torch.randn(4, 8), torch.zeros(4, 8)
-        with cf.Pipeline(
-            model,
-            functional.mse_loss,
-            "dapple(stages=1, micro_batches=1)",
-            optimizer=lambda p: torch.optim.SGD(p, 0.0),
-            example=x,
-            witness_every=0,
-        ) as pipeline:
+        with pipeline_of(model, x) as pipeline:
             for name, change in CHANGES.items():
                 change(model)
                 with torch.no_grad():
@@ -199,14 +203,7 @@ def test_replaced_and_released_objects_count(monkeypatch: pytest.MonkeyPatch) ->
     def work() -> None:
         torch.manual_seed(0)
         model, x, target = Reads(), torch.randn(4, 8), torch.zeros(4, 8)
-        with cf.Pipeline(
-            model,
-            functional.mse_loss,
-            "dapple(stages=1, micro_batches=1)",
-            optimizer=lambda p: torch.optim.SGD(p, 0.0),
-            example=x,
-            witness_every=0,
-        ) as pipeline:
+        with pipeline_of(model, x) as pipeline:
             for _ in range(2):  # after the first one the variable is set
                 pipeline.step(x, target)
             with monkeypatch.context() as patch:

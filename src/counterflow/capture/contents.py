@@ -49,7 +49,8 @@ class ContentWatch:
         label: name for messages.
     """
 
-    __slots__ = ("label",)
+    __slots__ = ("_saved", "label")
+    _saved: Any
 
     def __init__(self, label: str) -> None:
         self.label = label
@@ -71,6 +72,9 @@ class ContentWatch:
 
     def unchanged(self) -> bool:
         """Compare the content with the saved one."""
+        return bool(self._content() == self._saved)
+
+    def _content(self) -> object:
         raise NotImplementedError
 
     def restore(self) -> None:
@@ -88,7 +92,7 @@ class Version(ContentWatch):
         tensor: the tensor.
     """
 
-    __slots__ = ("_is_small", "_saved", "_tensor")
+    __slots__ = ("_is_small", "_tensor")
 
     def __init__(self, label: str, tensor: Tensor) -> None:
         super().__init__(label)
@@ -108,15 +112,12 @@ class Version(ContentWatch):
     def token(self) -> object:
         return Plain(self._saved)
 
+    @override
     def _content(self) -> tuple[int, bytes]:
         tensor = self._tensor
         with without_functions():
             octets = ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if self._is_small else b""
             return version_of(tensor), octets
-
-    @override
-    def unchanged(self) -> bool:
-        return self._content() == self._saved
 
 
 class Buffer(ContentWatch):
@@ -134,7 +135,7 @@ class Buffer(ContentWatch):
         ValueError: the memory is large and has gaps, or the object cannot export it now.
     """
 
-    __slots__ = ("_exporter", "_owner", "_saved")
+    __slots__ = ("_exporter", "_owner")
 
     def __init__(self, label: str, exporter: Any, owner: object) -> None:
         super().__init__(label)
@@ -155,6 +156,7 @@ class Buffer(ContentWatch):
         kind = type(self._owner)
         return self._saved[0] <= _TENSOR_BYTES and kind.__module__ != "multiprocessing.sharedctypes"
 
+    @override
     def _content(self) -> tuple[int, object, bytes]:
         with memoryview(self._exporter) as memory:
             length, form = memory.nbytes, (memory.format, memory.shape)
@@ -170,10 +172,6 @@ class Buffer(ContentWatch):
             raise ValueError("large memory with gaps")
         items = self._exporter.flat[:: self._exporter.size // _SAMPLES]
         return length, form, bytes(items.tobytes())
-
-    @override
-    def unchanged(self) -> bool:
-        return self._content() == self._saved
 
     @override
     def restore(self) -> None:
@@ -193,7 +191,7 @@ class ObjectArray(ContentWatch):
         array: the array, of the dtype ``object``.
     """
 
-    __slots__ = ("_array", "_saved")
+    __slots__ = ("_array",)
 
     def __init__(self, label: str, array: Any) -> None:
         super().__init__(label)
@@ -229,7 +227,7 @@ class Result(ContentWatch):
         read: the function.
     """
 
-    __slots__ = ("_read", "_saved")
+    __slots__ = ("_read",)
 
     def __init__(self, label: str, read: Callable[[], object]) -> None:
         super().__init__(label)
@@ -283,7 +281,7 @@ class WeakContent(ContentWatch):
         reference: the reference.
     """
 
-    __slots__ = ("_reference", "_saved")
+    __slots__ = ("_reference",)
 
     def __init__(self, label: str, reference: weakref.ref[Any]) -> None:
         super().__init__(label)
@@ -296,6 +294,7 @@ class WeakContent(ContentWatch):
         _, kind, attributes = self._saved
         return Plain((kind, tuple((name, text) for name, text, _ in attributes)))  # the same on all workers
 
+    @override
     def _content(self) -> tuple[int, str, list[tuple[str, str, int]]]:
         referent = self._reference()
         if referent is None:
@@ -309,10 +308,6 @@ class WeakContent(ContentWatch):
             for name, value in entries
         ]
         return id(referent), type(referent).__qualname__, described
-
-    @override
-    def unchanged(self) -> bool:
-        return self._content() == self._saved
 
 
 class Classes:

@@ -106,9 +106,7 @@ class MiniBatchCuts:
         first = len(same)
         while first and same[first - 1]:
             first -= 1
-        if first == len(same):
-            return None
-        return first
+        return first if first < len(same) else None
 
     def drain(self, number: int) -> Program:
         """The rest of the work after segment ``number`` if nothing follows."""

@@ -206,7 +206,7 @@ class StageGraphs:
         self._layout, self._outputs = flatten_value(value, stage.place)
 
     def _run_group(self, group: Sequence[NamedLayer], value: Value, step: int, rows: SampleRows) -> Value:
-        """Run layers that are one graph, within its capture."""
+        # Layers that are one graph, within its capture.
         stage = self._stage
         value = stage.precision.enter(value) if group[0] is stage.layers[0] else value
         for layer in group:
