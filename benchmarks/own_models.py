@@ -385,7 +385,7 @@ def summary(rows: list[Row], omitted: int) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = arguments(__doc__, "own_models.txt and own_models.json")
+    parser = arguments(__doc__, "own_models.txt and .json, own_models_sharing if workers share cores")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--models", nargs="+", help="names, as in the table; by default all")
     parser.add_argument("--steps", type=int, default=20, help="timed steps of each model")
@@ -412,7 +412,12 @@ def main() -> None:
     ends = ["", *summary(rows, len(names) - len(rows))]
     print(*ends, sep="\n")
     if options.keep:
-        keep("own_models", [*lines, *ends], {"machine": about, "rows": list(map(record, rows))})
+        sharing = options.workers > (os.cpu_count() or 1)
+        keep(
+            "own_models_sharing" if sharing else "own_models",
+            [*lines, *ends],
+            {"machine": about, "rows": list(map(record, rows))},
+        )
 
 
 if __name__ == "__main__":

@@ -242,11 +242,11 @@ def gpt(turns: int) -> tuple[list[Row], str]:
     )[0]
     profiles = [
         profile_of(
-            *(assembled(job.layers, by_size), "this machine", by_size, gap, around),
+            *(assembled(job.layers, by_size), "this machine", by_size, overheads),
             how=f"measured, mean of {turns}",
             optimizer=job.config.optimizer.name,
         )
-        for by_size, (gap, around) in timed_layers
+        for by_size, overheads in timed_layers
     ]
     link = fitted(messages)
     summing = fitted(sums, begins=2)

@@ -125,7 +125,7 @@ def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def pipeline_of(subject: Subject, schedule: Schedule) -> Pipeline:
-    return Pipeline(subject.layers, subject.loss, schedule, optimizer=adamw, digest_every=0)
+    return Pipeline(subject.layers, subject.loss, schedule, optimizer=adamw, digest_every=0, witness_every=0)
 
 
 def profiled(name: str) -> tuple[Model, Profile]:

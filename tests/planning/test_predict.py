@@ -285,6 +285,21 @@ def test_workers_that_share_a_core_are_told() -> None:
     assert predict(MODEL, PROFILE, alone, configured("dapple", stages=4, micro_batches=4)).notes == ()
 
 
+@pytest.mark.parametrize(("replicas", "seconds"), [(1, 48 + 6 + 2), (2, 96 + 12 + 4 + 4)])
+def test_updates_messages_and_sums_share_a_core(replicas: int, seconds: float) -> None:
+    """24 messages of a replica take 0.25, 4 updates 0.5; with two replicas 8 holders send 2 messages each."""
+    profile = replace(PROFILE, step_overhead_seconds=0.5, message_core_seconds=0.25)
+    shared = replace(CLUSTER, nodes=1, devices=8, cores=1)
+    plan = configured("dapple", stages=4, micro_batches=4, replicas=replicas)
+    found = predict(MODEL, profile, shared, plan)
+    assert found.step_seconds == pytest.approx(seconds)
+    assert found.notes == ("8 workers of a node share 1 core, in equal shares",)
+    play = Predictor(MODEL, profile, shared).play(plan)
+    assert play.timing.core_work == pytest.approx(seconds - (2 if replicas == 1 else 8))
+    parts = play.parts()
+    assert sum(getattr(parts, name) for name in type(parts).__slots__) == pytest.approx(seconds)
+
+
 def test_beyond_the_profile_is_told() -> None:
     found = predict(MODEL, PROFILE, CLUSTER, configured("dapple", stages=4, micro_batches=1, samples=8))
     assert "exceed the profile of block (at most 4)" in found.notes[0]

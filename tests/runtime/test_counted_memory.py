@@ -189,3 +189,35 @@ def test_tensors_in_a_global_cache_are_refused() -> None:
             optimizer=torch.optim.SGD,
         )  # fmt: skip
     mask.cache_clear()
+
+
+def log_of_rest(output: Tensor, target: Tensor) -> Tensor:
+    del target
+    return (1 - output.mean()).log()  # of a mean that counts as 1: not finite
+
+
+def test_losses_without_numbers_are_not_judged() -> None:
+    x = batch()
+    schedule = "gpipe(stages=2, micro_batches=2)"
+    memory = cf.memory(layers(), log_of_rest, schedule, x, x, optimizer=torch.optim.Adam)
+    assert memory.workers[0].optimizer > memory.workers[0].weights  # its updates are not skipped
+
+
+class Demanding(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if y.mean() > 0.5:
+            raise ValueError("too large")
+        return y
+
+
+def test_a_model_that_refuses_values_is_not_counted() -> None:
+    x = batch()
+    with pytest.raises(ConfigError, match=r"without numbers: .*ValueError: too large; measure"):
+        cf.memory(
+            nn.Sequential(Demanding(WIDTH, WIDTH)),
+            functional.mse_loss,
+            "gpipe(stages=1, micro_batches=2)",
+            *(x, x),
+            optimizer=torch.optim.SGD,
+        )

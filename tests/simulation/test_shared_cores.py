@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -77,6 +78,13 @@ def test_two_replicas_of_a_worker_share_a_core() -> None:
     schedule = schemes.dapple(1, 3)
     assert ends(schedule, Costs(), one_node(1, 1, copies=2)) == 2 * 9
     assert ends(schedule, Costs(), one_node(1, 2, copies=2)) == 9
+
+
+def test_messages_are_work_of_both_workers() -> None:
+    schedule = schemes.gpipe(2, 1)  # F0, a message, F1 and B1, a message, B0
+    one_core = replace(one_node(2, 1), message_seconds=0.5)
+    assert ends(schedule, Costs(), one_core) == 6 + 2 * 0.5
+    assert ends(schedule, Costs(p2p=1), one_core) == 6 + 2 * 0.5 + 2 * 1
 
 
 @pytest.mark.parametrize("cores", [1, 2])

@@ -11,7 +11,7 @@ import gc
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -291,22 +291,40 @@ def _states_alone(
     return tuple((cost.profile.state_bytes / size, cost.profile.slice_state_bytes / size) for cost in costs)
 
 
+class StepOverheads(NamedTuple):
+    """Seconds of a step beside its ops and the optimiser.
+
+    Attributes:
+        gap: seconds between two ops.
+        around: seconds before the first op and after the last.
+        message_core: processor seconds of a message, see ``OpTimes``.
+    """
+
+    gap: float
+    around: float
+    message_core: float
+
+
 class StepTimer(_Turns):
-    """Times a pipeline over all workers between ops, and around them in a step."""
+    """Times a pipeline over all workers between ops, and around them in a step.
+
+    A model of fewer layers than workers ends in layers that return their input.
+    """
 
     def __init__(self, subject: Subject, size: int) -> None:
         workers = current_transport().world_size
-        schedule = gpipe(workers if workers <= len(subject.layers) else 1, 2 * MICRO_BATCHES)
+        schedule = gpipe(workers, 2 * MICRO_BATCHES)
+        further = [nn.Identity() for _ in range(workers - len(subject.layers))]
+        subject = replace(subject, layers=[*subject.layers, *further])
         super().__init__(_timer(subject, schedule, subject.batch(2 * MICRO_BATCHES * size)))
 
-    def result(self, quietest: float = 1.0) -> tuple[float, float]:
-        """Seconds between two ops, and of a step in addition to its ops and the optimiser. See
-        ``OpTimer.times``.
-        """
+    def result(self, quietest: float = 1.0) -> StepOverheads:
+        """Seconds beside the ops. See ``OpTimer.times``."""
         (timer,) = self._timers
         times = timer.times(quietest)
         update = max(row[0] for row in timer.pipeline.transport.gather([self.update_seconds(quietest)]))
-        return times.gap_seconds, max(0.0, times.around_seconds - update)
+        around = max(0.0, times.around_seconds - update)
+        return StepOverheads(times.gap_seconds, around, times.message_core_seconds)
 
 
 def _update_lap(pipeline: Pipeline) -> Lap:

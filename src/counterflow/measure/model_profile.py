@@ -23,7 +23,7 @@ from counterflow.planning.inputs.profile import Profile
 from .cluster_costs import cluster_of
 from .disturbance import HIGH, LOW
 from .layer_costs import skips_of
-from .layer_times import AtSize, SubjectSource
+from .layer_times import AtSize, StepOverheads, SubjectSource
 from .links import Travel
 from .machine import device_name
 from .measuring_progress import Progress
@@ -157,8 +157,7 @@ def measurement_of(measured: Survey, description: Description, *, repeats: int) 
         measured.layers,
         device_name(measured.device, measured.threads),
         by_size,
-        measured.gap_seconds,
-        measured.around_seconds,
+        measured.overheads,
         how=f"measured {repeats} times",
         optimizer=description.optimizer,
         sliced=measured.at_lengths is not None,
@@ -182,8 +181,7 @@ def profile_of(
     layers: Profile,
     machine: str,
     by_size: Sequence[AtSize],
-    gap: float,
-    around: float,
+    overheads: StepOverheads,
     *,
     how: str,
     optimizer: str,
@@ -195,8 +193,7 @@ def profile_of(
         layers: costs of its layers, as ``assembled``.
         machine: name of the machine, in words.
         by_size: costs of layers at each size of micro-batches.
-        gap: seconds between two ops.
-        around: seconds of a step in addition to its ops and the optimizer.
+        overheads: seconds of a step in addition to its ops and the optimizer.
         how: how times were measured.
         optimizer: name of the optimizer.
         sliced: True if layers were also measured at shorter sequences.
@@ -209,8 +206,9 @@ def profile_of(
         machine=machine,
         date=today,
         update_seconds_per_byte=statistics.median(cost.update_seconds_per_byte for cost in by_size),
-        op_overhead_seconds=gap + statistics.median(cost.overhead_seconds for cost in by_size),
-        step_overhead_seconds=around,
+        op_overhead_seconds=overheads.gap + statistics.median(cost.overhead_seconds for cost in by_size),
+        step_overhead_seconds=overheads.around,
+        message_core_seconds=overheads.message_core,
         sources={
             "layers": f"{how}; of equal layers in a row one, of others of a kind the median; "
             "halves of split backwards in proportion; on one thread seconds of a processor",
@@ -218,6 +216,7 @@ def profile_of(
             "update_seconds_per_byte": f"{optimizer}: measured, median",
             "op_overhead_seconds": "measured: time between two ops, and what a stage adds to its layers",
             "step_overhead_seconds": "measured: a step without its ops and the optimiser",
+            "message_core_seconds": "measured: all threads of all workers, without ops and gaps",
             "norm_peak_bytes": "measured, like all peaks: bytes of torch's allocator",
             **sources,
         },

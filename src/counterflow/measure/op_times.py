@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeVar, cast
 
 import numpy as np
+import torch
 
 from counterflow.common.laps import Lap, OpLap, lap, read_start, read_stop
+from counterflow.program.lists import messages_of
 from counterflow.runtime.pipeline import Pipeline
+from counterflow.schedule.graph import Nodes, OpGraph
 from counterflow.schedule.ir import Op, OpKind
 
 from .disturbance import (
@@ -57,6 +61,8 @@ class OpTimes:
             there.
         around_seconds: seconds of a step before its first op and after its last one on any worker; of a
             disturbed step those of a processor, without waits for other workers.
+        message_core_seconds: processor seconds of a message, of all threads of both workers, beside ops and
+            gaps; 0 if there are no messages, or several threads compute.
         by_worker: seconds of all of a worker's ops, one micro-batch, by rank.
         spread: by stage, a low and a high quantile over steps and workers of its seconds, forward and
             backward together, as multiples of them.
@@ -66,17 +72,22 @@ class OpTimes:
     backward: tuple[float, ...]
     gap_seconds: float
     around_seconds: float
+    message_core_seconds: float = 0.0
     by_worker: tuple[float, ...] = ()
     spread: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(slots=True)
 class _Turn:
-    """Parts of a timed step, in seconds; ``step`` and ``waiting`` are equal on all workers."""
+    """Parts of a timed step, in seconds; ``step`` and ``waiting`` are equal on all workers.
+
+    ``carried`` are processor seconds between its ops and of threads that carry messages.
+    """
 
     step: float
     waiting: float
     around: float
+    carried: float = 0.0
     ops: dict[tuple[OpKind, int], list[Lap]] = field(default_factory=lambda: defaultdict(list))
     gaps: list[Lap] = field(default_factory=list)
 
@@ -116,9 +127,9 @@ class OpTimer:
         """Run a timed step."""
         pipeline = self.pipeline
         pipeline.transport.gather([])  # all begin together
-        threads, begin = thread_times(), read_start()
+        threads, process, begin = thread_times(), time.process_time(), read_start()
         step = pipeline.step(*self._batch)
-        passed = lap(begin, read_stop())
+        passed, process = lap(begin, read_stop()), time.process_time() - process
         waiting = waiting_share([thread_lap(op.begin, op.end) for op in self._laps])
         if waiting is None:
             waiting = min(1.0, computing_wait(threads, thread_times()) / passed.wall)
@@ -128,10 +139,14 @@ class OpTimer:
         begins = min(row[0][1] for row in timeline if row)
         ends = max(row[-1][2] for row in timeline if row)
         around = seconds - (ends - begins)
-        if self._laps and waiting > WAITING:
+        carried = 0.0
+        if self._laps:
             inside = self._laps[-1].end.processor - self._laps[0].begin.processor
-            around = min(around, passed.processor - inside)
-        turn = _Turn(seconds, waiting, around)
+            if waiting > WAITING:
+                around = min(around, passed.processor - inside)
+            in_ops = sum(op.end.processor - op.begin.processor for op in self._laps)
+            carried = process - passed.processor + inside - in_ops
+        turn = _Turn(seconds, waiting, around, carried)
         if self._laps:
             self._read_laps(turn)
         else:
@@ -174,7 +189,10 @@ class OpTimer:
                 highs[stage].append(high)
         gap = mean_seconds(undisturbed([gap for turn in turns for gap in turn.gaps]))
         around = mean_seconds([turn.around for turn in turns])
-        results = _WorkerTimes(means, dict(lows), dict(highs), gap, around)
+        silent = [gap.processor for turn in turns for gap in turn.gaps]  # neither sends nor receives
+        between = max(0, len(self._laps) - 1) * statistics.fmean(silent or [0.0])
+        carried = statistics.fmean([turn.carried for turn in turns]) - between
+        results = _WorkerTimes(means, dict(lows), dict(highs), gap, around, carried)
         rows = cast("list[_WorkerTimes]", self.pipeline.transport.gather_objects(results))
         stages = range(self._last_stage + 1)
         forward, backward = (
@@ -197,9 +215,15 @@ class OpTimer:
             backward,
             statistics.median(row.gap for row in rows),
             statistics.median(row.around for row in rows),
+            self._for_each_message(max(0.0, row.carried) for row in rows),
             tuple(sum(row.means.values()) for row in rows),
             tuple(spread),
         )
+
+    def _for_each_message(self, seconds: Iterable[float]) -> float:
+        schedule = self.pipeline.schedule
+        messages = len(messages_of(OpGraph(schedule, Nodes(schedule))).makers)
+        return sum(seconds) / messages if messages and torch.get_num_threads() == 1 else 0.0
 
     def _takes_no_message(self, op: Op) -> bool:
         return op.stage == (0 if op.kind.is_forward else self._last_stage)
@@ -207,13 +231,17 @@ class OpTimer:
 
 @dataclass(frozen=True, slots=True)
 class _WorkerTimes:
-    """Times on a worker: means by op, low and high seconds of a stage in each step, gaps and the rest."""
+    """Times on a worker: means by op, low and high seconds of a stage in each step, gaps and the rest.
+
+    ``carried`` is as that of a step, without the gaps.
+    """
 
     means: dict[tuple[OpKind, int], float]
     lows: dict[int, list[float]]
     highs: dict[int, list[float]]
     gap: float
     around: float
+    carried: float
 
 
 def _by_wall(seconds: float) -> Lap:

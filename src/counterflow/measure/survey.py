@@ -26,7 +26,17 @@ from .group_results import joined_lengths, joined_sizes
 from .layer_chain import LayerChain
 from .layer_costs import assembled, layers_with_loss
 from .layer_groups import groups_of, values_of
-from .layer_times import AtLengths, AtSize, LayerTimer, LengthTimer, StepTimer, Subject, SubjectSource, timed
+from .layer_times import (
+    AtLengths,
+    AtSize,
+    LayerTimer,
+    LengthTimer,
+    StepOverheads,
+    StepTimer,
+    Subject,
+    SubjectSource,
+    timed,
+)
 from .links import Travel, measure_links
 from .machine import cores
 from .measuring_progress import Progress, reported
@@ -47,8 +57,7 @@ class Survey:
         workers: number of workers of each machine.
         threads: number of threads of each worker.
         by_size: costs of layers at each size of micro-batches.
-        gap_seconds: seconds between two ops.
-        around_seconds: seconds of a step in addition to its ops and the optimiser.
+        overheads: seconds of a step in addition to its ops and the optimiser.
         inside: messages and all-reduces of two workers of one node; empty if there is one worker.
         between: those of two workers on different nodes; empty if there is one node.
         at_lengths: costs of layers at shorter sequences; None if the model has none that slices divide.
@@ -63,8 +72,7 @@ class Survey:
     by_size: list[AtSize]
     chain: LayerChain
     layers: Profile
-    gap_seconds: float
-    around_seconds: float
+    overheads: StepOverheads
     inside: _Travels = ((), ())
     between: _Travels = ((), ())
     at_lengths: AtLengths | None = None
@@ -117,7 +125,7 @@ def survey(
     chain, layers, by_size, lengths, steps, links = measured
     inside = links[0] if here > 1 else ((), ())
     between = links[-1] if nodes > 1 else ((), ())
-    return Survey(device, nodes, here, threads, by_size, chain, layers, *steps, inside, between, lengths)
+    return Survey(device, nodes, here, threads, by_size, chain, layers, steps, inside, between, lengths)
 
 
 def survey_of_workers(subject: Subject, chain: LayerChain, sizes: Sequence[int], *, repeats: int) -> Survey:
@@ -134,7 +142,7 @@ def survey_of_workers(subject: Subject, chain: LayerChain, sizes: Sequence[int],
     measured = _measured(lambda: subject, sizes, repeats, None, pairs=_pairs(here, nodes), chain=chain)
     chain, layers, by_size, lengths, steps, links = measured
     return Survey(
-        *(transport.device.type, nodes, here, torch.get_num_threads(), by_size, chain, layers, *steps),
+        *(transport.device.type, nodes, here, torch.get_num_threads(), by_size, chain, layers, steps),
         links[0] if here > 1 else ((), ()),
         links[-1] if nodes > 1 else ((), ()),
         lengths,
@@ -171,7 +179,7 @@ def _measured(
     *,
     pairs: Sequence[tuple[int, int]],
     chain: LayerChain | None = None,
-) -> tuple[LayerChain, Profile, list[AtSize], AtLengths | None, tuple[float, float], list[_Travels]]:
+) -> tuple[LayerChain, Profile, list[AtSize], AtLengths | None, StepOverheads, list[_Travels]]:
     """Run all measurements on a worker: layers at all sizes and at some lengths, steps, and links.
 
     Args:

@@ -212,21 +212,38 @@ class Play:
             return None
         chosen = self.configuration
         place = self.inputs.cluster, self.schedule.placement, chosen.replicas, chosen.arrangement
-        return shared_cores(*place, chosen.degrees.positions, nodes=chosen.nodes)
+        cores = shared_cores(*place, chosen.degrees.positions, nodes=chosen.nodes)
+        return replace(cores, message_seconds=self.inputs.profile.message_core_seconds)
 
     @cached_property
     def _update(self) -> float:
-        return self._optimizer + self.broadcast_seconds
+        seconds, cores = self._optimizer_seconds, self._cores
+        shared = 0.0
+        if cores is not None:
+            sums = self._messages_of_sums()
+            carried = [cores.message_seconds * count for count in sums]
+            shared = cores.seconds([a + b for a, b in zip(seconds, carried, strict=True)])
+        return max(shared, *seconds) + self.broadcast_seconds
+
+    def _messages_of_sums(self) -> list[float]:
+        """By worker, the messages of its stages' sums: a ring of n holders sends 2 (n - 1) of each."""
+        replicas = self.configuration.replicas * self.inputs.degrees.shards
+        placement = self.schedule.placement
+        holders = [replicas * len(placement.copies(stage)) for stage in range(self.schedule.stages)]
+        return placement.summed([2.0 * (count - 1) for count in holders])
 
     @cached_property
-    def _optimizer(self) -> float:
+    def _optimizer_seconds(self) -> list[float]:
         profile = self.inputs.profile
         updated = (
-            self.schedule.placement.summed(self.stages.trained) if self.sharded is None else self.sharded.most
+            self.schedule.placement.summed(self.stages.trained)
+            if self.sharded is None
+            else [*self.sharded.most]
         )
         if self.network.slowness:
             updated = [size * slow for size, slow in zip(updated, self.network.slowness, strict=True)]
-        return profile.update_seconds_per_byte * max(updated) + profile.step_overhead_seconds
+        around = profile.step_overhead_seconds
+        return [profile.update_seconds_per_byte * size + around for size in updated]
 
     @property
     def broadcast_seconds(self) -> float:
@@ -364,24 +381,29 @@ class Play:
         work = quiet.timing.work if slowed else played.work
         mean, most = sum(work) / len(work), max(work)
         without_sums, without_messages = quiet.timing.update, still.timing.update
-        n = self.updates
+        waits = max(played.core_wait, played.core_work - played.update)
+        alone, n = max(self._optimizer_seconds), self.updates
         return Parts(
             compute=mean * n,
             imbalance=(most - mean) * n,
             bubbles=(without_messages - most) * n,
             messages=(without_sums - without_messages) * n,
             allreduce=(played.update - without_sums) * n,
-            update=self._optimizer * n,
-            shared_cores=max(played.core_wait, played.core_work - played.update) * n,
+            update=alone * n,
+            shared_cores=(waits + self._update - self.broadcast_seconds - alone) * n,
             broadcasts=self.broadcast_seconds * n,
         )
 
     def _notes(self) -> list[str]:
         sharing = [node for node, _ in self.inputs.devices.kinds_of_nodes() if node.shares_cores]
+        limit = (
+            ""
+            if self.inputs.profile.message_core_seconds
+            else "; messages and sums are predicted as if they had cores of their own"
+        )
         notes = [
             f"{node.devices} workers of a node share {node.cores} "
-            f"core{'s' if node.cores != 1 else ''}, in equal shares while they compute; messages and sums "
-            "are predicted as if they had cores of their own"
+            f"core{'s' if node.cores != 1 else ''}, in equal shares{limit}"
             for node in dict.fromkeys(sharing)
         ]
         layers = self.inputs.profile.layers

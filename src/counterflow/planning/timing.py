@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
 from counterflow.simulation import Costs, Simulation, simulate
@@ -68,7 +70,13 @@ class Timing:
     @cached_property
     def core_work(self) -> float:
         """Minimum seconds of an update in any order, as workers share cores; 0 if there is no order yet."""
-        return 0.0 if self.cores is None or not any(self.schedule.orders) else self.cores.seconds(self.work)
+        cores, schedule = self.cores, self.schedule
+        if cores is None or not any(schedule.orders):
+            return 0.0
+        messages = timed(schedule).messages
+        ends = np.bincount([*messages.senders, *messages.receivers], minlength=schedule.workers)
+        seconds = cores.message_seconds / 2 / (1 if schedule.synchronous else schedule.periods)
+        return cores.seconds([work + seconds * count for work, count in zip(self.work, ends, strict=True)])
 
     @cached_property
     def core_wait(self) -> float:

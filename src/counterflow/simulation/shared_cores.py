@@ -2,9 +2,9 @@
 
 The ops that run on a node progress at one speed, its cores over their number, and at most at full speed: the
 scheduler of an operating system gives each runnable thread an equal share in slices of a few milliseconds.
-Messages and sums need no core here.
+The processor seconds of a message are work of the ops that send and take it, half each. Sums need no core.
 
-Invariant: with a core for each worker no op is slower, and the ops end when the player says.
+Invariant: with a core for each worker, and messages that need none, the ops end when the player says.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ class SharedCores:
         cores: processor cores of each node.
         threads: ``threads[worker][node]``: threads of the node that compute while the worker does, over all
             replicas and positions, which all run the same op at the same time.
+        message_seconds: processor seconds of a message, of both of its workers together.
     """
 
     node: tuple[int, ...]
     cores: tuple[int, ...]
     threads: tuple[tuple[int, ...], ...]
+    message_seconds: float = 0.0
 
     def speeds(self, computing: Sequence[int]) -> list[float]:
         """Speed of each of the workers that compute, as a share of a core.
@@ -124,7 +126,9 @@ class _SharedPlay:
                 self.wake[worker] = begin
             else:
                 del self.wake[worker]
-                self.work[worker] = self._seconds[op]
+                outputs = self._outputs[op + 1] - self._outputs[op]
+                messages = len(self._inputs[op]) + outputs
+                self.work[worker] = self._seconds[op] + self.shared.message_seconds / 2 * messages
 
     def _end(self, worker: int, now: float) -> float:
         """Send the messages of a worker's op, and return when the worker continues."""

@@ -354,6 +354,8 @@ class Profile:
         op_overhead_seconds: additional time of an op: the runtime's own code, and posting messages.
         step_overhead_seconds: time of an update in addition to ops, syncs and the optimiser: to begin
             together, and to agree on loss and gradient norm.
+        message_core_seconds: processor seconds of a message, of both of its workers and beside their ops;
+            counts where workers share cores.
         update_together: True if the optimiser updates all weights of a stage at once, so its memory adds up
             over the layers.
         norm_bytes_per_byte: memory that the gradient norm needs per byte of gradients, up to
@@ -377,6 +379,7 @@ class Profile:
     sources: Mapping[str, str] = field(default_factory=dict)
     op_overhead_seconds: float = 0.0
     step_overhead_seconds: float = 0.0
+    message_core_seconds: float = 0.0
     update_together: bool = False
     norm_bytes_per_byte: float = 0.0
     norm_peak_bytes: float = 0.0
@@ -390,6 +393,7 @@ class Profile:
             "update_seconds_per_byte",
             "op_overhead_seconds",
             "step_overhead_seconds",
+            "message_core_seconds",
             "norm_bytes_per_byte",
             "norm_peak_bytes",
             "positions",

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from counterflow.common.tensors import devices
+from counterflow.common.tensors.unknown_values import values_unknown
 from counterflow.errors import ConfigError
 
 from ..mini_batch.losses import Losses, added
@@ -156,6 +157,8 @@ class StepGathers:
         part, metrics = WorkerReport(0.0, square, None, LossWeights()), dict[str, float]()
         if request.loss is not None:
             part, metrics = request.loss.losses.report(square), request.loss.losses.metrics()
+        if values_unknown():
+            part = part._replace(loss=1.0, squared_norm=1.0, non_finite=None)
         of_steps = [digest.read() for digest in request.copies.digests] if request.copies is not None else []
         digests = map(sum, zip(*of_steps, strict=True)) if of_steps else [0.0] * self._digests
         unknown = float(bool(metrics.keys() - self._names))

@@ -106,7 +106,15 @@ def count_memory(
 
     threads = torch.get_num_threads()
     with _quiet():
-        rows = ThreadLaunch(hub, worker, torch.device("cpu"), threads, None).run()
+        try:
+            rows = ThreadLaunch(hub, worker, torch.device("cpu"), threads, None).run()
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                "memory: the model cannot be run on tensors without numbers: "
+                f"{next(iter(str(error).splitlines()), type(error).__name__)}; measure a step"
+            ) from error
     gc.collect()
     _refuse_leaks(hub)
     notes = []

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from counterflow.common.tensors.torch_private import without_modes
+
 from ..transport.base import Group, Transport
 from ..transport.local import Hub, LocalTransport, ThreadControl
 from ..transport.pending import DONE, Transfer
@@ -62,9 +64,13 @@ class _VirtualControl(ThreadControl):
 
         def allocated(_: None) -> list[Tensor]:
             assert message.tensors is not None
-            return [
-                torch.empty(t.shape, dtype=t.dtype).requires_grad_(t.requires_grad) if t.is_meta else t
+            values = (
+                torch.empty(t.shape, dtype=t.dtype) if t.is_meta else t.detach().clone()
                 for t in message.tensors
+            )
+            return [
+                value.requires_grad_(tensor.requires_grad)
+                for value, tensor in zip(values, message.tensors, strict=True)
             ]
 
         return self._transfer(message.delivered, peer).then(allocated)
@@ -120,13 +126,14 @@ class VirtualTransport(LocalTransport):
 
 def _description(tensor: Tensor) -> Tensor:
     if not is_virtual(tensor):
-        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        with without_modes():  # the sender has no copy
+            return tensor.detach().clone().requires_grad_(tensor.requires_grad)
     shape = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return shape.requires_grad_(tensor.requires_grad)
 
 
 def _copy_small(tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-    with torch.no_grad():
+    with without_modes(), torch.no_grad():  # the worker that copies has neither
         for tensor, buffer in zip(tensors, buffers, strict=True):
             if tensor.shape != buffer.shape:
                 raise RuntimeError(
