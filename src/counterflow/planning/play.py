@@ -208,12 +208,13 @@ class Play:
 
     @property
     def _cores(self) -> SharedCores | None:
-        if not self.inputs.devices.shares_cores:
+        carried, chosen = self.inputs.profile.message_core_seconds, self.configuration
+        nodes = [node for node, _ in self.inputs.devices.kinds_of_nodes()]
+        if not any(node.fills_cores if carried else node.shares_cores for node in nodes):
             return None
-        chosen = self.configuration
         place = self.inputs.cluster, self.schedule.placement, chosen.replicas, chosen.arrangement
         cores = shared_cores(*place, chosen.degrees.positions, nodes=chosen.nodes)
-        return replace(cores, message_seconds=self.inputs.profile.message_core_seconds)
+        return replace(cores, message_seconds=carried)
 
     @cached_property
     def _update(self) -> float:

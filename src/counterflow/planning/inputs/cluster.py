@@ -126,6 +126,11 @@ class Node:
         """True if its workers share cores."""
         return self.cores is not None and self.cores < self.devices
 
+    @property
+    def fills_cores(self) -> bool:
+        """True if its workers leave no core to threads that carry messages."""
+        return self.cores is not None and self.cores <= self.devices
+
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
@@ -259,11 +264,6 @@ class Cluster:
     def usable_bytes(self) -> float:
         """Memory of a device without the reserve; the default of kinds of nodes."""
         return self.memory_bytes - self.reserve_bytes
-
-    @property
-    def shares_cores(self) -> bool:
-        """True if workers of a node share cores."""
-        return any(node.shares_cores for node, _ in self.kinds_of_nodes())
 
     def allreduce_link(self, *, spans_nodes: bool) -> Link:
         """The link that an all-reduce uses."""

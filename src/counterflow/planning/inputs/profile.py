@@ -355,7 +355,7 @@ class Profile:
         step_overhead_seconds: time of an update in addition to ops, syncs and the optimiser: to begin
             together, and to agree on loss and gradient norm.
         message_core_seconds: processor seconds of a message, of both of its workers and beside their ops;
-            counts where workers share cores.
+            counts where workers leave no core to the threads that carry messages.
         update_together: True if the optimiser updates all weights of a stage at once, so its memory adds up
             over the layers.
         norm_bytes_per_byte: memory that the gradient norm needs per byte of gradients, up to
