@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -129,3 +130,45 @@ def test_hooks_of_users_are_not_called_by_recordings() -> None:
     ids = torch.randint(0, 61, (4, 7))
     assert len(cf.layers(model, {"input_ids": ids, "labels": ids})) > 6
     assert not calls
+
+
+def segformer() -> Any:
+    """A model whose forward asks a part of itself for hidden states."""
+    config = transformers.SegformerConfig(
+        hidden_sizes=[8, 16], depths=[1, 1], num_encoder_blocks=2, sr_ratios=[2, 1], patch_sizes=[3, 3],
+        strides=[2, 2], num_attention_heads=[1, 2], mlp_ratios=[2, 2], decoder_hidden_size=16, num_labels=3,
+        drop_path_rate=0.0, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        classifier_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.SegformerForSemanticSegmentation(config)
+
+
+def square(output: Any, targets: Tensor) -> Tensor:
+    return torch.square(output.logits - targets).mean()
+
+
+def losses_of_pipeline(model: Any, images: Tensor, targets: Tensor) -> list[float]:
+    example = {"pixel_values": images}
+    pipeline = cf.Pipeline(
+        model, square, "gpipe(stages=1, micro_batches=2)", example=example, optimizer=torch.optim.SGD
+    )
+    losses = [pipeline.step(example, targets).loss for _ in range(2)]
+    pipeline.close()
+    return losses
+
+
+def test_hooks_are_registered_once_beside_the_first_comparison() -> None:
+    torch.manual_seed(0)
+    model = segformer()
+    plain = copy.deepcopy(model)
+    images, targets = torch.randn(4, 3, 16, 16), torch.randn(4, 3, 8, 8)
+    losses = cf.launch(losses_of_pipeline, model, images, targets, workers=1, transport="local")[0]
+    optimizer = torch.optim.SGD(plain.parameters())
+    for loss in losses:
+        parts = []
+        for part, target in zip(images.split(2), targets.split(2), strict=True):  # statistics of a half
+            parts.append(square(plain(part), target) / 2)
+            parts[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert loss == pytest.approx(sum(part.item() for part in parts), rel=1e-5)

@@ -21,6 +21,8 @@ class Keeps(nn.Module):
         self.values.append(3)
         self.by_name["a"] = 2
         self.mean += 1
+        if self.count == 1:
+            self.linear.register_forward_hook(lambda *_: None)
         y: Tensor = self.linear(x)
         return y
 
@@ -28,11 +30,15 @@ class Keeps(nn.Module):
 def test_attributes_are_restored() -> None:
     layer = Keeps()
     values, mean = layer.values, layer.mean
+    kept = layer.register_forward_hook(lambda *_: None)
     with restored_attributes(layer.modules()):
         layer(torch.ones(1, 2))
         assert layer.count == 1
+        assert len(layer.linear._forward_hooks) == 1
+        kept.remove()
     assert layer.count == 0
     assert not hasattr(layer, "last")
+    assert (len(layer._forward_hooks), len(layer.linear._forward_hooks)) == (1, 0)
     assert layer.values is values
     assert values == [1, 2]
     assert layer.by_name == {"a": 1}

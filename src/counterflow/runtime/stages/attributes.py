@@ -1,6 +1,7 @@
 """Attributes of modules, restored after a run whose effects are discarded.
 
-Invariant: attributes are those of before, and so is what is in lists, dicts, sets and tensors among them.
+Invariant: attributes and hooks are those of before, and so is what is in lists, dicts, sets and tensors among
+them.
 Objects that the user's modules reach otherwise stay as the run left them.
 """
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from counterflow.capture.python_state import DictEntries, Items
+from counterflow.common.tensors.torch_private import module_hook_tables
 from counterflow.common.trees import version_of
 
 _TORCH = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
@@ -25,8 +27,10 @@ _CONTAINERS = (list, dict, set, deque)
 
 @contextmanager
 def restored_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restore, at the end of this context, the attributes that modules' forwards set in it."""
+    """Restore, at the end of this context, the attributes and hooks that modules' forwards set in it."""
+    modules = list(modules)
     before = [(vars(module), _attributes(vars(module))) for module in modules]
+    hooks = [(table, dict(table)) for module in modules for table in module_hook_tables(module)]
     values = {id(value): value for _, attributes in before for value in attributes.values()}
     containers = [_saved(value) for value in values.values() if type(value) in _CONTAINERS]
     tensors = [
@@ -41,6 +45,10 @@ def restored_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
             for name in _attributes(now).keys() - attributes.keys():
                 del now[name]
             now.update(attributes)
+        for table, registered in hooks:
+            if table.keys() != registered.keys():
+                table.clear()
+                table.update(registered)
         for container in containers:
             if not container.unchanged():
                 container.restore()
