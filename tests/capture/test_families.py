@@ -133,6 +133,14 @@ def test_the_layers_are_the_model(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_a_decoder_with_a_config_of_its_own_keeps_no_cache() -> None:
+    config = T.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+    model: Any = T.T5ForConditionalGeneration(config)
+    model.config.use_cache = False
+    assert model.decoder.config.use_cache  # its own is as before
+    assert len(cf.layers(model, pair(2, 5))) > 4
+
+
 def test_an_encoder_and_a_decoder_train_in_stages() -> None:
     torch.manual_seed(0)
     config = T.T5Config(

@@ -49,10 +49,10 @@ class Call:
         parameters = list(inspect.signature(model.forward).parameters.values())
         names = tuple(p.name for p in parameters if p.kind in _NAMED)
         any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        # Tensors that a transformers model saves for generation are not activations.
-        caches = getattr(getattr(model, "config", None), "use_cache", None) and (
-            any_name or "use_cache" in names
-        )
+        # Tensors that a transformers model saves for generation are not activations. A config's False is not
+        # that of its decoder's.
+        knows_caches = getattr(getattr(model, "config", None), "use_cache", None) is not None
+        caches = knows_caches and (any_name or "use_cache" in names)
         return cls(
             names,
             sum(p.kind in _POSITIONAL for p in parameters),
