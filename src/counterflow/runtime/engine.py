@@ -171,7 +171,11 @@ def build_engine(arguments: PipelineArguments, transport: Transport, owner: Tran
     intake = Intake(
         guard,
         model,
-        Listing(arguments.model, arguments.list_layers),
+        Listing(
+            arguments.model,
+            arguments.list_layers,
+            [layer for local_stage in local.stages.values() for layer in local_stage.with_weights],
+        ),
         recordings,
         batches=batches,
         runner=runner,

@@ -64,11 +64,16 @@ class Intake:
             self._listing.refuse_changes()
             if call.trains:
                 guard.require_original_weights("step")
+                self._listing.refuse_other_weights()
+                self._runner.weights.refuse_foreign_gradients()
             guard.require_sole_trainer(self._model)
         self._recordings.follow(guard.steps, self._drain.end_steps, training=call.trains)
 
         def read() -> UserBatch:
-            return self._recordings.refuse_lengths(user_batch(), training=call.trains)
+            worker_batch = self._recordings.refuse_lengths(user_batch(), training=call.trains)
+            if call.trains:
+                worker_batch.refuse_graphs()
+            return worker_batch
 
         batch = self._batches.make(read, call, guard.steps, self._runner, outputs=outputs)
         self._cut_probe.check(batch)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 
 from counterflow import ConfigError, Pipeline, launch
 
@@ -88,3 +89,46 @@ def test_what_is_set_within_a_layer_counts() -> None:
     with torch.no_grad():
         wanted = float(nn.functional.mse_loss(changed(X), X))
     assert loss(lambda m: m[2].__setitem__(1, nn.Identity())) == pytest.approx(wanted, rel=1e-6)
+
+
+def _within(change: Callable[[nn.Sequential], Any]) -> Callable[[nn.Sequential], None]:
+    def changed(model: nn.Sequential) -> None:
+        layer = model[1]
+        assert isinstance(layer, nn.Sequential)
+        if not next(layer.parameters()).is_meta:
+            change(layer)
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda layer: prune.l1_unstructured(layer[0], "weight", amount=0.5), "0.weight_orig .* added"),
+        (lambda layer: parametrizations.weight_norm(layer[0]), "0.parametrizations.* added"),
+        (lambda layer: setattr(layer[0], "weight", nn.Parameter(torch.eye(4))), "0.weight .* replaced"),
+        (lambda layer: layer.__setitem__(0, nn.Linear(4, 4)), "0.weight .* replaced"),
+        (lambda layer: layer.append(nn.BatchNorm1d(4)), "2.weight .* added"),
+        (lambda layer: layer[0].register_parameter("bias", None), "0.bias .* removed"),
+        (lambda layer: layer.register_buffer("scale", torch.ones(1)), "scale .* added"),
+    ],
+)
+@pytest.mark.parametrize(
+    "schedule", ["dapple(stages=2, micro_batches=2)", "chimera(stages=2, micro_batches=2)"]
+)
+def test_other_weights_within_a_layer_are_refused(change: Any, words: str, schedule: str) -> None:
+    with pytest.raises(ConfigError, match=f"{words} after the pipeline was made"):
+        launch(_steps, _within(change), "step", schedule, lambda m: m, workers=2, transport="local")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: layer.__setitem__(1, nn.Identity()),
+        lambda layer: layer.append(nn.Tanh()),
+        lambda layer: layer.register_buffer("scale", torch.ones(1), persistent=False),
+    ],
+)
+def test_modules_without_weights_may_change(change: Any) -> None:
+    schedule = "dapple(stages=2, micro_batches=2)"
+    launch(_steps, _within(change), "step", schedule, lambda m: m, workers=2, transport="local")

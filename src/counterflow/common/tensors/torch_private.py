@@ -313,6 +313,11 @@ def plain_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
         return function(*args, **kwargs)
 
 
+def step_pre_hooks(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Handles of hooks before an optimizer's step. Without: one that clips each stage alone is not seen."""
+    return set(optimizer._optimizer_step_pre_hooks)  # noqa: SLF001
+
+
 _HOOK_TABLES = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
 
 

@@ -15,6 +15,7 @@ import torch
 
 from counterflow.common.mappings import flat_with_paths, register_mapping_classes
 from counterflow.common.numbering import number_of
+from counterflow.common.trees import tensors_in
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
 
@@ -57,6 +58,19 @@ class UserBatch:
         if self.inputs is None and self.targets is None:
             return BatchForm.NOTHING
         return BatchForm.READY if self.ready else BatchForm.UNSPLIT
+
+    def refuse_graphs(self) -> None:
+        """Refuse tensors that require gradients, which only the workers of their stage would compute.
+
+        Raises:
+            ConfigError: an input or a target requires a gradient.
+        """
+        for name, pieces in (("inputs", self.inputs), ("targets", self.targets)):
+            if any(tensor.requires_grad for tensor in tensors_in(pieces)):
+                raise ConfigError(
+                    f"a tensor of the {name} requires a gradient, and a pipeline computes those of its "
+                    "model's parameters alone; detach it, or put the module that computes it into the model"
+                )
 
     def counts(self) -> tuple[list[int] | None, list[int] | None]:
         """The samples of each piece of inputs and targets; None where these are not given.

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from counterflow.common.tensors.dtensors import like, local, part_of
 from counterflow.common.tensors.dtypes import sum_dtype
+from counterflow.common.tensors.unknown_values import values_unknown
 
 from .hooks import Hooks, called
 
@@ -66,6 +67,15 @@ class FlatGradients:
         self._shown = [like(parameter, view) for parameter, view in zip(parameters, self.views, strict=True)]
         self._clean = self._changes()
         self._used: list[bool] | None = None
+        self.detach()  # steps begin with none, whatever trained the parameters before
+
+    def foreign(self) -> nn.Parameter | None:
+        """The first parameter with a gradient that is not here and not zero."""
+        for parameter, shown in zip(self.parameters, self._shown, strict=True):
+            gradient = parameter.grad
+            if gradient is not None and gradient is not shown and not values_unknown() and gradient.any():
+                return parameter
+        return None
 
     def attach(self) -> None:
         """Let autograd add to the gradients."""

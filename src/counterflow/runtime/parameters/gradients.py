@@ -73,6 +73,11 @@ class GradientGroup:
         return sum(buffer.nbytes for buffer in self.buffers)
 
     @property
+    def summed(self) -> list[nn.Parameter]:
+        """Parameters with a place in the buffers; those that were frozen since may have gradients there."""
+        return [parameter for flat in self._flats for parameter in flat.parameters]
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that sum these gradients; empty: there is only this one."""
         return () if self.group is None else tuple(self.group.ranks)
@@ -103,6 +108,20 @@ class GradientGroup:
             if name in before:
                 residual.copy_(before[name])
         self._frozen = {name: p for name, p in self.parameters.items() if not p.requires_grad}
+
+    def refuse_foreign(self) -> None:
+        """Refuse gradients that a step would overwrite.
+
+        Raises:
+            ConfigError: a parameter has one.
+        """
+        for flat in self._flats:
+            if (parameter := flat.foreign()) is not None:
+                name = next(name for name, known in self.parameters.items() if known is parameter)
+                raise ConfigError(
+                    f"{name} has a gradient that was computed outside the pipeline's steps, which begin with "
+                    "none; add what it is of to the loss by cf.add_loss, or set the gradient to None"
+                )
 
     def attach(self) -> None:
         """Let autograd add to the gradients: from here to ``detach`` nobody else touches them.

@@ -19,8 +19,9 @@ from typing import cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from counterflow.common.tensors.torch_private import step_pre_hooks
 from counterflow.errors import ConfigError
-from counterflow.verification.diagnosis.optimizer_coupling import OptimizerCouplingDiagnosis
+from counterflow.verification.diagnosis.optimizer_coupling import OptimizerCouplingDiagnosis, chooses_by_place
 from counterflow.verification.diagnosis.optimizer_shards import OptimizerShardDiagnosis, ShardFailure
 
 from ..stages.randomness import RandomStreams
@@ -54,6 +55,8 @@ class OptimizerProbe:
         """True if an optimiser couples parameters, by its class; None: the diagnosis cannot run it."""
         self._undecided: set[int] = set()
         """Stages whose optimiser the diagnosis cannot run, before its first step."""
+        self._hooks: dict[int, set[int]] = {}
+        """Hooks before steps that the diagnosis ran, by stage, if there are several."""
 
     def refuse(
         self,
@@ -78,7 +81,8 @@ class OptimizerProbe:
             kind = type(optimizer)
             if kind not in self._couples:
                 self._couples[kind] = self._diagnose(optimizer, optimized(stage))
-            if self._couples[kind]:
+            self._hooks.setdefault(stage, step_pre_hooks(optimizer))
+            if self._couples[kind] or self._chooses_by_place(optimizer, optimized(stage)):
                 raise _coupled_error(optimizer, stage, sharded=self._sharded)
             if self._couples[kind] is None:
                 self._undecided.add(stage)
@@ -118,12 +122,23 @@ class OptimizerProbe:
             return True
         return couples
 
+    def _chooses_by_place(self, optimizer: Optimizer, parameters: Sequence[tuple[str, nn.Parameter]]) -> bool:
+        make, state = self._make, self._streams.preserved()
+        return chooses_by_place(lambda named: make(Parameters(named)), optimizer, parameters, state)
+
     def step(self, stage: int, optimizer: Optimizer) -> None:
         """Step a stage's optimiser; if the diagnosis could not run it, the first step is observed.
 
         Raises:
-            ConfigError: the step changed options of its groups, which it computed from all parameters.
+            ConfigError: the step changed options of its groups, which it computed from all parameters; or a
+                hook was registered since the diagnosis.
         """
+        if stage in self._hooks and not step_pre_hooks(optimizer) <= self._hooks[stage]:
+            raise ConfigError(
+                f"the optimizer of stage {stage} has a hook before its step that was registered after the "
+                "pipeline was made, and sees this stage's weights alone; register it in the function that "
+                "makes the optimizer, or clip by clip_norm"
+            )
         before = _options_of(optimizer) if stage in self._undecided else None
         optimizer.step()
         if before is not None:

@@ -66,7 +66,7 @@ class Owners:
     """
 
     def __init__(self, gradients: Sequence[GradientGroup], names: Names, transport: Transport) -> None:
-        self._transport = transport
+        self._transport, self._gradients = transport, gradients
         rank = transport.rank
         own_parameters = {
             name: (
@@ -118,15 +118,17 @@ class Owners:
         """Send what was updated here to the other holders, and take what they updated; all call it.
 
         Args:
-            changed: parameters that are sent, the same on all holders; None: those that are trained.
+            changed: parameters that are sent, the same on all holders; None: those that have gradients.
 
         Those who hold the same talk at once; a worker goes through its groups in an order that is the same
         everywhere, so that no two wait for each other.
         """
         self._transport.status.now("sending updated weights to the other copies")
-        sent = None if changed is None else {id(parameter) for parameter in changed}
+        if changed is None:
+            changed = [parameter for group in self._gradients for parameter in group.summed]
+        sent = {id(parameter) for parameter in changed}
         for ranks in sorted(self._shared):
             for owner, parameters in sorted(self._shared[ranks].items()):
-                tensors = [p for p in parameters if (p.requires_grad if sent is None else id(p) in sent)]
+                tensors = [p for p in parameters if id(p) in sent]
                 if tensors:
                     broadcast_tensors(tensors, owner, self._groups[ranks], self._transport)

@@ -153,6 +153,15 @@ class Weights:
 
     # -- gradients and updates
 
+    def refuse_foreign_gradients(self) -> None:
+        """Refuse gradients that were computed outside the steps.
+
+        Raises:
+            ConfigError: a parameter has one.
+        """
+        for gradients in self.placement.all_gradients():
+            gradients.refuse_foreign()
+
     def attach(self) -> None:
         """Let backwards add to the gradients, and note what buffers of stages with copies hold.
 

@@ -1,19 +1,23 @@
-"""A user's list of layers while a pipeline trains it: what is put into it later would run in no stage.
+"""A user's layers while a pipeline trains them: what is put there later would not run, or not be trained.
 
 Invariant: before each step, evaluation and prediction the list has the modules with which the pipeline was
-made, so a replaced layer is refused. What the user changes within a layer counts by itself, as stages run the
-user's own modules. Models whose layers a function lists are not watched here.
+made, so a replaced layer is refused; before each step, so are other parameters and saved buffers in a layer.
+What the user changes otherwise counts by itself, as stages run the user's own modules. Lists of models whose
+layers a function lists are not watched here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
 from counterflow.capture.model_layers import ListLayers, Model, refuse_root
 from counterflow.common.plurals import plural
 from counterflow.errors import ConfigError
+
+from .named_layer import NamedLayer
+from .weight_tables import WeightTables
 
 
 class Listing:
@@ -22,11 +26,24 @@ class Listing:
     Args:
         model: a sequential, a list of modules, or a model that ``list_layers`` lists.
         list_layers: function that lists the layers of ``model``; None: they are its own.
+        local_layers: layers with weights of this worker's stages.
     """
 
-    def __init__(self, model: Model, list_layers: ListLayers | None) -> None:
+    def __init__(
+        self, model: Model, list_layers: ListLayers | None, local_layers: Iterable[NamedLayer]
+    ) -> None:
         self._model = model if list_layers is None else None
         self._layers = [] if list_layers is not None else list(_modules(model))
+        self._weights = [WeightTables(layer) for layer in local_layers]
+
+    def refuse_other_weights(self) -> None:
+        """Refuse other parameters and saved buffers within this worker's layers.
+
+        Raises:
+            ConfigError: one was replaced, added or removed.
+        """
+        for tables in self._weights:
+            tables.refuse_changes()
 
     def refuse_changes(self) -> None:
         """Refuse another layer, and hooks or a forward of the whole model.

@@ -126,6 +126,37 @@ class OptimizerCouplingDiagnosis:
         )
 
 
+def chooses_by_place(
+    make: Callable[[NamedParameters], Optimizer],
+    optimizer: Optimizer,
+    parameters: NamedParameters,
+    random_state: AbstractContextManager[Any],
+) -> bool:
+    """Return True if a function leaves out parameters by their place in their list.
+
+    A function that leaves out none is not called again.
+
+    Args:
+        make: function of parameters, by name, to an optimizer.
+        optimizer: optimizer that it made of the parameters.
+        parameters: the parameters by name.
+        random_state: context that preserves the random state.
+    """
+    chosen = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if len(parameters) < 2 or all(id(parameter) in chosen for _, parameter in parameters):
+        return False
+    copies = [(name, _small(parameter, number)) for number, (name, parameter) in enumerate(parameters)]
+    results = []
+    with random_state:
+        for order in (copies, [*copies[1:], copies[0]]):
+            try:
+                groups = make(order).param_groups
+            except Exception:
+                return False
+            results.append({id(parameter) for group in groups for parameter in group["params"]})
+    return results[0] != results[1]
+
+
 def _small(parameter: nn.Parameter, number: int) -> nn.Parameter:
     copy = nn.Parameter(0.1 * _random(parameter, 1, 0, number))
     if not is_dtensor(parameter):
