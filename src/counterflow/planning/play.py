@@ -221,13 +221,12 @@ class Play:
         seconds, cores = self._optimizer_seconds, self._cores
         shared = 0.0
         if cores is not None:
-            sums = self._messages_of_sums()
-            carried = [cores.message_seconds * count for count in sums]
+            carried = [cores.message_seconds * count for count in self._messages_of_sums()]
             shared = cores.seconds([a + b for a, b in zip(seconds, carried, strict=True)])
         return max(shared, *seconds) + self.broadcast_seconds
 
     def _messages_of_sums(self) -> list[float]:
-        """By worker, the messages of its stages' sums: a ring of n holders sends 2 (n - 1) of each."""
+        # A ring of n holders sends 2 (n - 1) messages of each.
         replicas = self.configuration.replicas * self.inputs.degrees.shards
         placement = self.schedule.placement
         holders = [replicas * len(placement.copies(stage)) for stage in range(self.schedule.stages)]

@@ -62,7 +62,7 @@ def _opened(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _entries(layer: nn.Module) -> Iterator[tuple[str, object]]:
-    """Parameters by name, and None for each saved buffer, whose tensor forwards may replace."""
+    # None for saved buffers: forwards may replace their tensors.
     for path, module in _opened(layer):
         prefix = f"{path}." if path else ""
         for name, parameter in parameters_of(module).items():
@@ -73,7 +73,6 @@ def _entries(layer: nn.Module) -> Iterator[tuple[str, object]]:
 
 
 def _tables(layer: nn.Module) -> list[tuple[Collection[object], tuple[object, ...]]]:
-    """Views of tables that change if contents do, with what they show."""
     views: list[Collection[object]] = []
     for _, module in _opened(layer):
         parameters = parameters_of(module).values()
