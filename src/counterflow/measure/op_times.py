@@ -87,7 +87,7 @@ class _Turn:
     step: float
     waiting: float
     around: float
-    carried: float = 0.0
+    carried: float
     ops: dict[tuple[OpKind, int], list[Lap]] = field(default_factory=lambda: defaultdict(list))
     gaps: list[Lap] = field(default_factory=list)
 
@@ -189,7 +189,7 @@ class OpTimer:
                 highs[stage].append(high)
         gap = mean_seconds(undisturbed([gap for turn in turns for gap in turn.gaps]))
         around = mean_seconds([turn.around for turn in turns])
-        silent = [gap.processor for turn in turns for gap in turn.gaps]  # neither sends nor receives
+        silent = [gap.processor for turn in turns for gap in turn.gaps]  # part of an op's overhead
         between = max(0, len(self._laps) - 1) * statistics.fmean(silent or [0.0])
         carried = statistics.fmean([turn.carried for turn in turns]) - between
         results = _WorkerTimes(means, dict(lows), dict(highs), gap, around, carried)

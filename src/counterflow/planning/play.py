@@ -206,7 +206,7 @@ class Play:
         """Maximum seconds of an update's ops, messages and sums in a step of ``step_seconds``."""
         return step_seconds / self.updates - self._update
 
-    @property
+    @cached_property
     def _cores(self) -> SharedCores | None:
         carried, chosen = self.inputs.profile.message_core_seconds, self.configuration
         nodes = [node for node, _ in self.inputs.devices.kinds_of_nodes()]

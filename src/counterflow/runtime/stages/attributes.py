@@ -1,8 +1,7 @@
 """Attributes of modules, restored after a run whose effects are discarded.
 
 Invariant: attributes and hooks are those of before, and so is what is in lists, dicts, sets and tensors among
-them.
-Objects that the user's modules reach otherwise stay as the run left them.
+them. Objects that the user's modules reach otherwise stay as the run left them.
 """
 
 from __future__ import annotations
