@@ -132,7 +132,16 @@ class OneProcess:
     def _output(self, x: Tensor) -> Any:
         if self.lower is None:
             return self.model(x)
-        tensors = {name: weight.to(self.lower) for name, weight in self.model.named_parameters()}
+        uncast = {  # norms compute in the precision of their running statistics
+            id(weight)
+            for module in self.model.modules()
+            if getattr(module, "track_running_stats", False)
+            for weight in module.parameters(recurse=False)
+        }
+        tensors = {
+            name: weight.to(weight.dtype if id(weight) in uncast else self.lower)
+            for name, weight in self.model.named_parameters()
+        }
         return torch.func.functional_call(self.model, tensors, (x.to(self.lower),)).float()
 
     def _gradients(self, step: int, collected: list[float]) -> float:

@@ -134,8 +134,6 @@ REFUSED: dict[tuple[str, str], str] = {
     (ASYNCHRONOUS, "small sums"): "gradient_compression.*: .* updates each stage at its own time",
     (ASYNCHRONOUS, "loss scale"): "loss_scale cannot skip an update everywhere",
     ("added loss", "counted loss"): "micro-batches have other shares of targets that count",
-    ("batch norm", "bfloat16"): "expected scalar type BFloat16 but found Float",  # torch's, on a CPU
-    ("deferred batch norm", "bfloat16"): "expected scalar type BFloat16 but found Float",
     ("no barrier", "sharded updates"): "zero_stage = 1: updated weights are sent when a step ends",
     ("small sums", "loss scale"): "gradient_compression.* does not go with a loss scale",
     ("autocast", "bfloat16"): "compute_dtype replaces weights while layers run; autocast does not go with it",

@@ -169,7 +169,8 @@ def _made(layers: list[nn.Module], schedule: Schedule, **options: Any) -> list[i
     found = []
     for _ in range(8):
         pipeline.step(torch.ones(16, 4), torch.ones(16, 4))
-        found.append(pipeline._engine.runner.interpreter.in_flight.messages._pool.allocations)
+        messages = pipeline._engine.runner.interpreter.in_flight.messages
+        found.append(messages._pool.allocations + messages._slots.allocations)
     pipeline.flush()
     return found
 

@@ -356,6 +356,18 @@ def test_weights_are_cast_into_the_memory_that_graphs_read(
     assert_replayed(results[0][2], 4)
 
 
+@pytest.mark.parametrize("schedule", [cf.schemes.pipedream_2bw(2, 4), cf.schemes.wpipe(2, 4)], ids=str)
+def test_each_version_of_a_weight_is_cast_into_its_own_memory(schedule: Schedule) -> None:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [Single() for _ in range(schedule.stages)]
+    results = [
+        train(layers, schedule, capture=capture, dtype=torch.float32, compute_dtype="bfloat16")
+        for capture in (True, False)
+    ]
+    assert results[0][0] == results[1][0]
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=0, atol=0)
+
+
 def test_each_shape_has_graphs_of_its_own() -> None:
     def samples(number: int) -> int:
         return 9 if number % 2 else 12

@@ -178,7 +178,8 @@ class Cast(Precision):
     Args:
         copy: the stage.
         dtype: the lower precision.
-        stays: True if a weight is cast into the same memory each time, as graphs of the device need it.
+        stays: True if a weight is cast into the same memory each time, as graphs of the device need it; not
+            where the schedule has several versions of it, which has no such graphs.
 
     Raises:
         ConfigError: a layer keeps its weights where they cannot be replaced.
@@ -248,7 +249,7 @@ class Cast(Precision):
     def _cast(self, parameter: nn.Parameter) -> Tensor:
         with torch.enable_grad():
             cast = parameter.to(self._dtype)
-        if self._memory is not None:
+        if self._memory is not None and self._copy.versions is None:
             memory = self._memory.setdefault(id(parameter), cast.detach())
             cast.data = memory.copy_(cast.detach())  # the graph to the parameter stays
         return cast
