@@ -165,7 +165,7 @@ def profile(
     """Measure the layers of any model on this machine, and the links between its workers, for ``plan``.
 
     Layers are timed in training steps of all workers at the same time; of equal layers in a row one is
-    measured. Workers are processes, so a script calls this under ``if __name__ == "__main__":``. Under
+    measured, of small ones up to four. Workers are processes, so a script calls this under ``if __name__ == "__main__":``. Under
     torchrun all workers call it and measure, on all machines.
 
     Args:

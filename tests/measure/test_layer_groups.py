@@ -184,13 +184,13 @@ class _Second(nn.Module):
         return logits
 
 
-def test_two_hundred_equal_blocks_are_profiled_from_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_hundred_equal_blocks_are_profiled_from_four(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         blocks = [nn.Linear(16, 16) for _ in range(200)]
         layers = [nn.Embedding(50, 16), *blocks, nn.Linear(16, 50)]
     counts = _groups(monkeypatch)
     result = _profile(layers)
-    assert counts == [3]
+    assert counts == [6]
     assert result.model.runs() == [("embedding", 1), ("linear", 200), ("linear-2", 1)]
     assert all(tensor.is_meta for layer in layers for tensor in layer.parameters())
     weights = sum(result.profile.layer(kind).weights_bytes for kind in result.model.layers)

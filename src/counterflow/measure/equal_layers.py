@@ -167,11 +167,11 @@ def kinds_of(layers: Sequence[nn.Module], flows: Sequence[Flow] | None = None) -
     return kinds
 
 
-def without_repeats(kinds: Sequence[str]) -> list[int]:
-    """Places that remain of a row of kinds if a part that follows an equal one is left out.
+def without_repeats(kinds: Sequence[str], keep: int = 1) -> list[int]:
+    """Places that remain of a row of kinds if a part that follows ``keep`` equal ones is left out.
 
-    >>> without_repeats("E B B B H".split())
-    [0, 1, 4]
+    >>> without_repeats("E B B B H".split()), without_repeats("E B B B H".split(), keep=2)
+    ([0, 1, 4], [0, 1, 2, 4])
     >>> without_repeats("E A M A M A M H".split())
     [0, 1, 2, 7]
     >>> without_repeats("A B A".split())
@@ -180,10 +180,10 @@ def without_repeats(kinds: Sequence[str]) -> list[int]:
     places = list(range(len(kinds)))
     for length in range(1, len(kinds) // 2 + 1):
         start = 0
-        while start + 2 * length <= len(places):
-            part = [kinds[place] for place in places[start : start + 2 * length]]
-            if part[:length] == part[length:]:
-                del places[start + length : start + 2 * length]
+        while (stop := start + keep * length) + length <= len(places):
+            parts = [kinds[place] for place in places[start : stop + length]]
+            if parts[length:] == parts[:-length]:  # all parts are equal
+                del places[stop : stop + length]
             else:
                 start += 1
     return places

@@ -1,4 +1,7 @@
-"""The layers of a model that are measured: a chain with one of each run of equal layers.
+"""The layers of a model that are measured: a chain with few of each run of equal layers.
+
+One of equal layers has the costs of all, if its weights do not remain in a core's cache between two ops. In a
+stage of several small layers they do not: so a chain has up to four of these.
 
 Invariant: what a profile says of layers beside their costs is that of the model, and can be pickled.
 """
@@ -7,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -23,6 +26,11 @@ from .equal_layers import Flow, flows_of, kinds_of, passes_values, traits_of, wi
 from .layer_costs import layers_with_loss, ties_of
 from .layer_times import Subject
 
+_REPEATS = 4
+"""Most of equal layers in a row that are measured."""
+_CACHED_BYTES = 4 << 20
+"""Weights of a chain of which one of equal layers may remain in a core's cache. The largest caches of one
+core have 2 MiB, and a layer's outputs and gradients need as much."""
 _DEVIATION = 0.02
 """Standard deviation of weights that have no values."""
 
@@ -55,7 +63,7 @@ class LayerChain:
         skipping = flows is not None and not passes_values(subject.layers)
         return cls(
             tuple(kinds),
-            tuple(without_repeats(kinds) if skipping else range(len(kinds))),
+            tuple(_places(kinds, subject.layers) if skipping else range(len(kinds))),
             ties_of(layers_with_loss(subject.layers, subject.loss)),
             float(sum(t.nbytes for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor))),
             _digest(subject, flows, batch),
@@ -70,6 +78,21 @@ class LayerChain:
         """A subject with the measured layers of another one, with values if that has none."""
         layers = [subject.layers[place] for place in self.places]
         return replace(subject, layers=with_values(layers) if subject.fills_meta else layers)
+
+
+def _places(kinds: Sequence[str], layers: Sequence[nn.Module]) -> list[int]:
+    places = without_repeats(kinds)
+    for keep in range(2, _REPEATS + 1):
+        more = without_repeats(kinds, keep)
+        if len(more) == len(places) or _weights_bytes(layers[place] for place in more) > _CACHED_BYTES:
+            break
+        places = more
+    return places
+
+
+def _weights_bytes(layers: Iterable[nn.Module]) -> int:
+    weights = {id(tensor): tensor for layer in layers for tensor in layer.parameters()}
+    return sum(tensor.nbytes for tensor in weights.values())
 
 
 def _digest(subject: Subject, flows: tuple[Flow, ...] | None, batch: tuple[Any, Any]) -> str:

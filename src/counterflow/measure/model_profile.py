@@ -210,7 +210,7 @@ def profile_of(
         step_overhead_seconds=overheads.around,
         message_core_seconds=overheads.message_core,
         sources={
-            "layers": f"{how}; of equal layers in a row one, of others of a kind the median; "
+            "layers": f"{how}; of equal layers in a row one to four, the median of a kind; "
             "halves of split backwards in proportion; on one thread seconds of a processor",
             "low_factors, high_factors": f"quantiles {LOW} and {HIGH} of steps and workers",
             "update_seconds_per_byte": f"{optimizer}: measured, median",

@@ -32,7 +32,7 @@ CACHE = "COUNTERFLOW_CACHE"
 
 LOG = logging.getLogger("counterflow.auto")
 
-_METHOD = 5
+_METHOD = 6
 """Number of the way of measuring; another one makes kept profiles stale."""
 
 REPEATS = 5
