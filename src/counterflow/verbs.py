@@ -165,8 +165,8 @@ def profile(
     """Measure the layers of any model on this machine, and the links between its workers, for ``plan``.
 
     Layers are timed in training steps of all workers at the same time; of equal layers in a row one is
-    measured, of small ones up to four. Workers are processes, so a script calls this under ``if __name__ == "__main__":``. Under
-    torchrun all workers call it and measure, on all machines.
+    measured, of small ones up to four. Workers are processes, so a script calls this under
+    ``if __name__ == "__main__":``. Under torchrun all workers call it and measure, on all machines.
 
     Args:
         model: any module, whose layers are found; an ``nn.Sequential``, or a list of layers. It is copied,

@@ -53,8 +53,8 @@ def profile(
 ) -> None:
     """Measure layers against micro-batch size, messages and all-reduces, for 'plan' to choose with.
 
-    Of equal layers in a row one is measured, of small ones up to four. Under torchrun all workers measure, on all nodes, links between
-    nodes too; the first writes.
+    Of equal layers in a row one is measured, of small ones up to four. Under torchrun all workers measure,
+    on all nodes, links between nodes too; the first writes.
     """
     from counterflow.measure.folder_model import ModelFolder
     from counterflow.measure.model_file import ModelFile
