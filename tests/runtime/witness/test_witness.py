@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -255,6 +255,33 @@ def test_state_between_forwards_is_named_if_no_option_runs_layers_otherwise() ->
 
     with pytest.raises(ConfigError, match="it counts its calls, for instance"):
         cf.launch(work, workers=1, transport="local")
+
+
+class _Placed(Net):
+    """Makes tensors on the device of weights, which other workers have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Tensor = cast("Any", self.blocks[0]).linear.weight
+        places = torch.arange(x.shape[1], device=next(self.parameters()).device) / 10
+        gain = 1.0 if weight.is_meta else 0.5 + 0.0 * weight.get_device()
+        return super().forward(x + gain * places.to(weight.device))
+
+
+@pytest.mark.parametrize(
+    "scheme", ["dapple(stages=2, micro_batches=4)", "chimera(stages=4, micro_batches=4)"]
+)
+def test_weights_of_other_workers_are_on_the_workers_device(
+    scheme: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work() -> list[float]:
+        torch.manual_seed(0)
+        pipeline, x, y = pipeline_of(_Placed(), scheme)
+        return [pipeline.step(x, y).loss for _ in range(2)]
+
+    with caplog.at_level(logging.WARNING):
+        results = cf.launch(work, workers=int(scheme[scheme.index("=") + 1]), transport="local")
+    assert len({tuple(losses) for losses in results}) == 1
+    assert not caplog.messages  # it was compared
 
 
 def test_an_evaluation_waits_until_the_models_modes_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:

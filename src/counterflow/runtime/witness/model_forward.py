@@ -46,6 +46,7 @@ class ModelForward:
         rounds: calls to other workers.
         rank_of: rank of the owner of each layer.
         precision: precision of this worker's stages.
+        device: device of this worker, on which the forward sees all weights.
     """
 
     def __init__(
@@ -57,8 +58,13 @@ class ModelForward:
         *,
         rank_of: Callable[[int], int],
         precision: Precision,
+        device: torch.device,
     ) -> None:
         self._model, self._captured = model, captured
+        self.here = torch.empty(0, device=device)
+        """Tensor that has the properties of a weight's device."""
+        self.remote = {id(tensor) for _, tensor in _named_tensors(model) if tensor.is_meta}
+        """Identities of weights and buffers without memory here."""
         self._owner, self._rounds, self._rank_of = owner, rounds, rank_of
         self._precision = precision
         self._call = captured[0].call
@@ -207,12 +213,28 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
+        if _reads_device(func) and id(args[0]) in self._forward.remote:
+            return func(self._forward.here)
         return self._forward.function(func, args, kwargs or {})
+
+
+def _reads_device(func: Callable[..., Any]) -> bool:
+    owner = getattr(func, "__self__", None)
+    is_property = func.__name__ == "__get__" and getattr(owner, "__name__", "") in _DEVICE_PROPERTIES
+    return is_property or func is Tensor.get_device
+
+
+_DEVICE_PROPERTIES = {"device", "is_cpu", "is_cuda", "is_meta", "is_mps", "is_xpu"}
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
 
 
 @contextmanager
 def _values_in(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    old = dict((*model.named_parameters(), *model.named_buffers()))
+    old = dict(_named_tensors(model))
     values = {id(old[name]): value for name, value in tensors.items() if name in old}
     places = [
         (table, name, tensor)

@@ -289,6 +289,7 @@ class Witness:
             rounds,
             rank_of=lambda layer: self._units.rank_of_stage(unit, self._stage_of[layer]),
             precision=local_stage.precision,
+            device=self._workers.transport.device,
         )
         self._order = forward.order
         try:
