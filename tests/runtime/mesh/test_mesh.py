@@ -71,13 +71,18 @@ def test_shared_sequences_give_the_numbers_of_one_process(processes: str) -> Non
     ("case", "words"),
     [
         ("mixing", r"layer 1 \(Mixing\) of stage 0 computes something else of a share of a sequence"),
+        *[
+            (case, r"layer \d \(\w+\) of stage \d computes something else of a share of a sequence")
+            for case in ("gated", "gated_sliced", "counting", "looking_back", "normalising", "skipping")
+        ],
         ("recurrent", "a layer carries a state along the sequence"),
-        (
-            "mixing_sliced",
-            r"layer 1 \(Mixing\) of stage 0 makes something else of a whole sequence than of its 2",
-        ),
+        ("mixing_sliced", r"layer 1 \(Mixing\) of stage 0 computes something else of a share"),
         ("recurrent_sliced", "a layer carries a state along the sequence"),
-        ("shifting_sliced", "the loss is no mean over positions"),
+        ("shifting_shared", "the loss is no mean over positions: that of the 8 of a share"),
+        ("shifting_sliced", "the loss is no mean over positions: that of 4 of a slice"),
+        ("preference_shared", "the loss is no mean over positions: that of the 8 of a share"),
+        ("padded_later", "the loss is no mean over positions: that of the 8 of a share"),
+        ("padded_later_sliced", "the loss is no mean over positions: that of 4 of a slice"),
         ("unshared", r"all positions .* are given the same inputs, .* give cf.share_sequence"),
     ],
 )

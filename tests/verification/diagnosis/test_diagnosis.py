@@ -12,7 +12,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils import _pytree as pytree
 
+from counterflow.api.contexts import Share, share_sequence
 from counterflow.errors import ConfigError
 from counterflow.verification.diagnosis.comparison import (
     compare_with_parts,
@@ -25,7 +28,7 @@ from counterflow.verification.diagnosis.graded_losses import LossProbe, Weighted
 from counterflow.verification.diagnosis.graph_leaves import StageGraph, diagnose_graph
 from counterflow.verification.diagnosis.reruns import RerunDiagnosis
 from counterflow.verification.diagnosis.sample_means import SampleMeanDiagnosis
-from counterflow.verification.diagnosis.shared_layers import SharedLayer, diagnose_shared_layer
+from counterflow.verification.diagnosis.shared_layers import SharedLayer, Sharing, diagnose_shared_layer
 from counterflow.verification.diagnosis.sliced_layers import SlicedLayer, SlicedLayerDiagnosis
 from counterflow.verification.diagnosis.tolerances import (
     ACTIVATIONS,
@@ -124,7 +127,7 @@ class Rows:
         assert [len(output) for output in outputs] == [*samples]
         return torch.cat([*outputs])
 
-    cut_target, join_targets = cut, join
+    count_target, cut_target, join_targets = count, cut, join
 
 
 def diagnosed(loss: Callable[[Tensor, Tensor], Tensor]) -> list[Any]:
@@ -203,9 +206,12 @@ class SlicedStage:
             value, rows = torch.randn(2, 3, 4), SequenceRows(number)
             assert diagnosis.expects(self.number, value, 0, rows)
             diagnosis.add(self, value, 0, rows)
-        assert not diagnosis.expects(self.number, value, 1, SequenceRows(0))
+        assert not diagnosis.expects(self.number, value, 0, SequenceRows(0, micro_batch=1))
         for length in (10, 8):  # longer and shorter than the one that was compared
-            assert diagnosis.expects(self.number, value, 1, SequenceRows(0, sequence_length=length))
+            assert diagnosis.expects(self.number, value, 0, SequenceRows(0, sequence_length=length))
+        for step, repeats in enumerate((False, True, False, True, False), start=0):
+            assert diagnosis.expects(self.number, value, step, SequenceRows(0, micro_batch=1)) == repeats
+            assert not diagnosis.expects(self.number, value, step, SequenceRows(0, micro_batch=2))
 
 
 def test_layers_on_slices(caplog: pytest.LogCaptureFixture) -> None:
@@ -243,51 +249,105 @@ def test_values_of_a_sequence_that_no_positions_divide_are_not_compared(
     assert "could not verify that layer 0 (Sums) computes the same from slices" in caplog.text
 
 
-def test_layers_on_shares(caplog: pytest.LogCaptureFixture) -> None:
-    """A layer that treats each position for itself makes of halves of a share what it makes of the share."""
+def diagnosed_shares(
+    run: Callable[[Any], tuple[Any, dict[str, Tensor]]], value: Any, dim: int = 1, samples: int = 2
+) -> list[str | None]:
+    """Outcomes at two positions, of which each has the others' tensors of one whole value."""
+    outcomes: list[str | None] = []
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if leaf.shape[dim] > 1]
 
-    def diagnose(run: Callable[[Any], Any], value: Any, samples: int = 2) -> None:
-        layer = SharedLayer("layer 1 (Mix)", 3, lambda part: (run(part), {}), lower_precision=False)
-        diagnose_shared_layer(layer, value, samples)
+    def part_of(number: int, wholes: dict[int, Tensor]) -> Any:
+        def part(leaf: Tensor) -> Tensor:
+            if leaf.shape[dim] == 1:
+                return leaf
+            shared = share_sequence(leaf, Share(number, 2), dim)
+            wholes[id(shared)] = leaf
+            return shared
 
-    table = torch.randn(1, 6, 4)
-    diagnose(torch.tanh, torch.randn(2, 6, 4))
-    diagnose(torch.tanh, torch.randn(6, 2, 4))  # positions before samples
-    diagnose(torch.tanh, torch.randn(2, 1, 4))
-    diagnose(
-        lambda value: {**value, "x": value["x"] * value["table"]}, {"x": torch.randn(2, 6, 4), "table": table}
-    )
+        return pytree.tree_map(part, value)
+
+    for number in range(2):
+        wholes: dict[int, Tensor] = {}
+        mine, others = part_of(number, wholes), part_of(1 - number, {})
+
+        def mean(term: Tensor, others: Any = others) -> Tensor:
+            return (term + next(iter(run(others)[1].values())).double()) / 2
+
+        def gather(tensor: Tensor, _: int, wholes: dict[int, Tensor] = wholes) -> Tensor:
+            return wholes[id(tensor)]
+
+        layer = SharedLayer("layer 1 (Mix)", 3, run, run, lower_precision=False)
+        outcomes.append(diagnose_shared_layer(layer, Sharing(Share(number, 2), gather, mean), mine, samples))
+        assert len(wholes) == len(tensors)
+    return outcomes
+
+
+def test_layers_on_shares() -> None:
+    """A layer that treats each position for itself computes the shares of what it makes of the whole."""
+
+    def diagnose(run: Callable[[Any], Any], value: Any, dim: int = 1) -> list[str | None]:
+        return diagnosed_shares(lambda part: (run(part), {}), value, dim)
+
+    table = torch.randn(1, 1, 4)
+    right = [
+        diagnose(torch.tanh, torch.randn(2, 8, 4)),
+        diagnose(torch.tanh, torch.randn(8, 2, 4), dim=0),  # positions before samples
+        diagnose(lambda value: value.flatten(0, 1), torch.randn(2, 8, 4)),
+        diagnose(lambda value: (value.mT, table), torch.randn(2, 8, 4)),
+        diagnose(
+            lambda value: {**value, "x": value["x"] * value["table"]},
+            {"x": torch.randn(2, 8, 4), "table": table},
+        ),
+    ]
+    assert right == [[None, None]] * 5
     wrong: list[Callable[[Tensor], Any]] = [
-        lambda value: value.flip(1),
+        lambda value: value.roll(1, 1),
         lambda value: (value, value.mean(1)),
         lambda value: value + value.shape[1],
         lambda value: (value, torch.tensor([value.shape[1]])),
+        lambda value: value + torch.arange(value.shape[1])[:, None],
+        lambda value: value + functional.pad(value, (0, 0, 1, 0))[:, :-1],
     ]
     for layer in wrong:
         with pytest.raises(
             ConfigError, match=r"layer 1 \(Mix\) of stage 3 computes something else of a share"
         ):
-            diagnose(layer, torch.randn(2, 6, 4))
-    assert not caplog.records
-    diagnose(lambda value: value * table, torch.randn(2, 6, 4))
-    assert "layer 1 (Mix) was not checked on shares of sequences: The size of tensor" in caplog.text
+            diagnose(layer, torch.randn(2, 8, 4))
+    row = torch.randn(1, 4, 4)
+    assert all("The size of tensor" in str(why) for why in diagnose(lambda x: x * row, torch.randn(2, 8, 4)))
+    assert all("makes a tensor of" in str(why) for why in diagnose(lambda x: x @ x.mT, torch.randn(2, 8, 4)))
 
 
-def test_losses_that_layers_add_on_shares(caplog: pytest.LogCaptureFixture) -> None:
-    """A mean of what each token makes is that of its halves; a product of means over a sequence is not."""
+def test_long_shares_are_compared_in_part() -> None:
+    """The beginnings of both halves are shares of a shorter sequence."""
+    lengths, value = [], torch.randn(1, 6000, 2)
 
-    def diagnose(term: Callable[[Tensor], dict[str, Tensor]]) -> None:
-        layer = SharedLayer("layer 1 (Moe)", 3, lambda part: (part * 2, term(part)), lower_precision=False)
-        diagnose_shared_layer(layer, torch.randn(2, 7, 4), 2)
+    def run(part: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        lengths.append(part.shape[1])
+        return part * 2, {}
 
-    diagnose(lambda value: {"z": value.logsumexp(-1).square().mean()})
+    def gather(part: Tensor, dim: int) -> Tensor:
+        assert torch.equal(part, torch.cat([value[:, :1024], value[:, 3000:4024]], 1))
+        return torch.cat([part[:, :1024], part, part[:, 1024:]], dim)
+
+    layer = SharedLayer("layer 1 (Mix)", 3, run, run, lower_precision=False)
+    assert diagnose_shared_layer(layer, Sharing(Share(0, 2), gather, torch.clone), value, 1) is None
+    assert lengths == [2048, 4096]
+
+
+def test_losses_that_layers_add_on_shares() -> None:
+    """A mean of what each token makes is that of its shares; a product of means over a sequence is not."""
+
+    def diagnose(term: Callable[[Tensor], dict[str, Tensor]]) -> list[str | None]:
+        return diagnosed_shares(lambda part: (part * 2, term(part)), torch.randn(2, 8, 4))
+
+    assert diagnose(lambda value: {"z": value.logsumexp(-1).square().mean()}) == [None, None]
     with pytest.raises(
-        ConfigError, match=r"layer 1 \(Moe\) of stage 3 adds 'balance' .* no mean over positions"
+        ConfigError, match=r"layer 1 \(Mix\) of stage 3 adds 'balance' .* no mean over positions"
     ):
         diagnose(lambda value: {"balance": value.softmax(-1).mean(1).square().sum(-1).mean()})
-    assert not caplog.records
-    diagnose(lambda value: {"once": value.sum()} if value.shape[1] == 7 else {})
-    assert "it adds 'once' for the share and not for its halves" in caplog.text
+    outcomes = diagnose(lambda value: {"once": value.sum()} if value.shape[1] == 8 else {})
+    assert outcomes == ["it does not add 'once' both for a share and for the whole sequence"] * 2
 
 
 def graph(outputs: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> StageGraph:

@@ -2,7 +2,8 @@
 
 The forward of the user's module takes (hidden states [T, width], choices [T, k], weights [T, k]) and is
 assumed to give the sum over k of weights times what the chosen expert makes of the token, which depends on
-the parameters [experts, ...] of this expert alone. The first call compares that.
+the parameters [experts, ...] of this expert alone. Calls 1, 2, 4, 8 … compare that: weights that are zero in
+the first ones show nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from counterflow.api.experts import combine, dispatch, expert_group, joined, local_experts
+from counterflow.common.doubling import is_doubling
 from counterflow.common.tensors.torch_private import parameters_of
 from counterflow.common.tensors.unknown_values import values_unknown
 from counterflow.errors import ConfigError
@@ -42,7 +44,7 @@ class RoutedForward:
     def __init__(self, place: str, module: nn.Module, names: Sequence[str], experts: int) -> None:
         self._place, self._module, self._names, self._experts = place, module, [*names], experts
         self._forward: Callable[..., Tensor] = module.forward
-        self._compared = False
+        self._calls = 0
 
     def __call__(self, hidden_states: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
         """Run the module's forward on the tokens of the local experts, each with one choice of weight 1.
@@ -63,9 +65,10 @@ class RoutedForward:
         group = expert_group(divided[self._names[0]])
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         local = {name: local_experts(parameter) for name, parameter in divided.items()}
-        if not self._compared and len(tokens) and not torch.compiler.is_compiling():
-            self._compared = True
-            self._compare(tokens[:_TOKENS].detach(), choices, weights, local, dist.get_rank(group))
+        if len(tokens) and not torch.compiler.is_compiling():
+            self._calls += 1
+            if is_doubling(self._calls):
+                self._compare(tokens[:_TOKENS].detach(), choices, weights, local, dist.get_rank(group))
         k = choices.shape[-1]
         sent = dispatch(tokens, choices.reshape(-1, k), self._experts, group=group)
         rows = sent.rows

@@ -103,8 +103,9 @@ class Batches:
                 "them in slices; return a mean over samples and positions, or a cf.LossSum"
             )
         self._first_steps = FirstSteps(
-            batching, self._parts, sliced=self._slices is not None, diagnoses_inputs=not role.dims.in_lockstep
-        )
+            batching, self._parts, sliced=self._slices is not None, shared=bool(role.dims.contexts),
+            diagnoses_inputs=not role.dims.in_lockstep,
+        )  # fmt: skip
         self._shapes = KnownShapes(schedule.workload)
         self._known_layouts: KnownLayouts = []
         """Lists in mini-batches whose samples were found to be in their tensors."""

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from counterflow.common.doubling import is_doubling
+from counterflow.common.doubling import is_doubling, rechecks
 from counterflow.execution import Batching
 from counterflow.verification.diagnosis.aux_means import AuxMeanDiagnosis
 from counterflow.verification.diagnosis.position_means import PositionMeanDiagnosis
@@ -87,17 +87,20 @@ class FirstSteps:
         batching: how mini-batches are cut.
         parts: number of units into which the scheme cuts each micro-batch.
         sliced: whether micro-batches are cut in slices of their sequence.
+        shared: whether positions of the mesh share sequences.
         diagnoses_inputs: whether units may be empty, which the diagnosis of inputs needs.
     """
 
-    def __init__(self, batching: Batching, parts: int, *, sliced: bool, diagnoses_inputs: bool) -> None:
-        self._parts, self._sliced, self._diagnoses_inputs = parts, sliced, diagnoses_inputs
+    def __init__(
+        self, batching: Batching, parts: int, *, sliced: bool, shared: bool, diagnoses_inputs: bool
+    ) -> None:
+        self._parts, self._sliced, self._shared = parts, sliced, shared
+        self._diagnoses_inputs = diagnoses_inputs
         self._trusts_losses = batching.per_micro_batch_loss
         self._samples = LossDims(batching.output_dims, batching.target_dims)
-        self._option = batching.target_sequence_dims
-        self._positions = LossDims(
-            self._option if isinstance(self._option, int) else 1, self._option, uncut=True
-        )
+        option = batching.target_sequence_dims
+        positions = LossDims(option if isinstance(option, int) else 1, option, uncut=True)
+        self._position_means = PositionMeanDiagnosis(positions, option)
         self._sliced_layers = SlicedLayerDiagnosis()
         self._input_checks = InputChecks()
         self._loss_kinds: dict[Hashable, _Kind] = {}
@@ -143,21 +146,20 @@ class FirstSteps:
             compares: whether the mini-batch has several units, without which there are no parts.
         """
         slices = self._sliced_layers if self._sliced and trains else None
+        losses: list[LossDiagnosis] = []
+        if has_losses and self._checks_positions(kind, trains=trains, step=step):
+            losses.append(self._position_means)
         if not compares:
-            return Diagnoses(slices=slices)
-        losses = self._of_losses(kind, trains=trains, step=step, units=units) if has_losses else ()
-        return Diagnoses(losses, self._of_aux(kind, trains=trains, step=step), slices)
-
-    def _of_losses(
-        self, kind: int, *, trains: bool, step: int, units: int | None
-    ) -> tuple[LossDiagnosis, ...]:
-        diagnoses: list[LossDiagnosis] = []
-        if self._sliced and trains and self._first_with_positions(kind):
-            diagnoses.append(PositionMeanDiagnosis(self._positions, self._option))
-        of_samples = None
-        if not self._trusts_losses:
+            return Diagnoses(tuple(losses), slices=slices)
+        if has_losses and not self._trusts_losses:
             of_samples = self._of_samples(kind, trains=trains, step=step, units=units)
-        return tuple(diagnoses) if of_samples is None else (*diagnoses, of_samples)
+            losses += [] if of_samples is None else [of_samples]
+        return Diagnoses(tuple(losses), self._of_aux(kind, trains=trains, step=step), slices)
+
+    def _checks_positions(self, kind: int, *, trains: bool, step: int) -> bool:
+        if not trains or not (self._sliced or self._shared):
+            return False
+        return self._first_with_positions(kind) or rechecks(step)
 
     def _of_samples(
         self, kind: int, *, trains: bool, step: int, units: int | None
@@ -169,7 +171,7 @@ class FirstSteps:
             state = self._loss_kinds[kind, trains] = _Kind()
         state.mini_batches += 1
         due = state.due
-        if not due and not _rechecks(step, trains=trains):
+        if not due and not (trains and rechecks(step)):
             return None
         finished = partial(self._note_losses, state)
         return SampleMeanDiagnosis(self._samples, finished, graph=trains, units=units, single=not due)
@@ -189,7 +191,7 @@ class FirstSteps:
             return None
         self._aux_tries -= 1
         first = self._first_with_aux((kind, trains)) or self._aux_tries >= 0
-        if not first and not _rechecks(step, trains=trains):
+        if not first and not (trains and rechecks(step)):
             return None
         return AuxMeanDiagnosis(self._note_undecided_aux, graph=trains, single=not first)
 
@@ -200,7 +202,3 @@ class FirstSteps:
                 "could not verify that what layers add to the loss is a mean over samples (assumed): %s",
                 reason,
             )
-
-
-def _rechecks(step: int, *, trains: bool) -> bool:
-    return trains and is_doubling(step + 1)  # though earlier units of its kind were diagnosed

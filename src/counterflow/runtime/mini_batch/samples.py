@@ -208,6 +208,10 @@ class LossDims:
         """Number of samples in an output."""
         return samples_in(output, self._outputs, "outputs", uncut=self._uncut)
 
+    def count_target(self, target: Any) -> int:
+        """Number of samples in a target."""
+        return samples_in(target, self._targets, "targets", uncut=self._uncut)
+
     def cut(self, output: Any, rows: slice) -> Any:
         """Some samples of an output."""
         return cut(output, rows, self._outputs)

@@ -1,14 +1,16 @@
 """Wrapper of layers and loss functions that are given shares of sequences.
 
-A loss function may ask for whole targets (``cf.whole_target``, ``cf.next_target``). In its first run in
-training a layer without a ``Carry`` is diagnosed on two halves of its share
-(``verification/diagnosis/shared_layers.py``). In slices the diagnosis of these finds what looks across them.
+A loss function may ask for whole targets (``cf.whole_target``, ``cf.next_target``). A layer is diagnosed on
+shares and on whole sequences in its first run, and again in rarer steps
+(``verification/diagnosis/shared_layers.py``). In slices the diagnosis of these finds what layers with a
+``Carry`` do across them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
@@ -17,18 +19,28 @@ from torch import Tensor
 from typing_extensions import override
 
 from counterflow.api.aux_loss import collecting
-from counterflow.api.contexts import CONTEXT, Context
+from counterflow.api.carry import Carry
+from counterflow.api.contexts import CONTEXT, Context, gather_shares, gathered
+from counterflow.common.doubling import rechecks
 from counterflow.common.trees import tensors_in
 from counterflow.errors import ConfigError
-from counterflow.verification.diagnosis.shared_layers import SharedLayer, diagnose_shared_layer
+from counterflow.verification.diagnosis.shared_layers import (
+    Result,
+    SharedLayer,
+    Sharing,
+    diagnose_shared_layer,
+)
 
 from ..messages.values import Value
+from .buffers import Buffers
 from .carrying import carries_in
 from .named_layer import LOSS, NamedLayer, place_of
 from .precision import Precision
 from .randomness import RandomStreams
 from .sample_rows import SampleRows
 from .stage_wrappers import Run, StageWrapper
+
+_LOG = logging.getLogger(__name__)
 
 
 class SharedStage(Protocol):
@@ -38,10 +50,7 @@ class SharedStage(Protocol):
     layers: tuple[NamedLayer, ...]
     streams: RandomStreams
     precision: Precision
-
-    @property
-    def has_skips(self) -> bool:
-        """True if values go around its layers."""
+    buffers: Buffers
 
     def probing(self) -> AbstractContextManager[None]:
         """Return a context in evaluation mode, without effect on buffers."""
@@ -63,7 +72,10 @@ class ContextGuard(StageWrapper):
     def __init__(self, context: Context, stage: SharedStage) -> None:
         self._context, self._stage = context, stage
         self._compared_inputs = False
-        self._checked = {LOSS, *(layer.index for layer in stage.layers if carries_in(layer.module))}
+        self._carries = {layer.index: carries_in(layer.module) for layer in stage.layers}
+        self._checked: dict[int, int] = {}
+        """Last step in which a layer was diagnosed, by its index."""
+        self._undecided: set[int] = set()
 
     @override
     def wrap_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
@@ -71,12 +83,20 @@ class ContextGuard(StageWrapper):
         try:
             if layer.index == 0 and not self._compared_inputs:
                 self._compared_inputs = self._refuse_whole_sequences(value)
-            if layer.index not in self._checked and not self._stage.has_skips:
-                self._checked.add(layer.index)
+            if self._is_due(layer, step, rows):
+                self._checked[layer.index] = step
                 self._check(layer, value, step, rows)
             return run(value, step, rows)
         finally:
             CONTEXT.reset(token)
+
+    def _is_due(self, layer: NamedLayer, step: int, rows: SampleRows) -> bool:
+        if layer.index == LOSS or rows.start == rows.stop:
+            return False
+        if any(carry.expects_slices for carry in self._carries[layer.index]):
+            return False
+        last = self._checked.get(layer.index)
+        return last is None or (last < step and rechecks(step))
 
     def _refuse_whole_sequences(self, value: Value) -> bool:
         """Refuse inputs that are the same at all positions, as whole sequences would be.
@@ -102,18 +122,45 @@ class ContextGuard(StageWrapper):
         return any(bool(gathered[0]) for gathered in rows)
 
     def _check(self, layer: NamedLayer, value: Value, step: int, rows: SampleRows) -> None:
-        stage = self._stage
+        stage, context = self._stage, self._context.of_slice()
         run = next(run for other, run, _ in stage.layer_runs() if other is layer)
         lower = not stage.precision.plain or torch.is_autocast_enabled(stage.streams.device.type)
 
-        def run_part(part: Value) -> tuple[Value, dict[str, Tensor]]:
+        def run_part(part: Value) -> Result | None:
             with collecting() as collected:
-                output = run(part, step, rows)
-            return output, dict(collected.terms)
+                output = stage.streams.unless_drawn(lambda: (run(part, step, rows),))
+            return None if output is None else (output[0], dict(collected.terms))
 
-        shared = SharedLayer(place_of(layer), stage.stage, run_part, lower)
+        def run_whole(whole: Value) -> Result | None:
+            with _unshared(self._carries[layer.index]):
+                return run_part(whole)
+
+        def mean(term: Tensor) -> Tensor:
+            return torch.stack(gather_shares(term.reshape(1), context.group)).mean()
+
+        shared = SharedLayer(place_of(layer), stage.stage, run_part, run_whole, lower)
+        sharing = Sharing(context.share, lambda tensor, dim: gathered(tensor, context, dim), mean)
+        norms = [norm for norm, _ in stage.buffers.norms if norm.training]
         with stage.probing(), torch.no_grad():
-            diagnose_shared_layer(shared, value, rows.stop - rows.start)
+            for norm in norms:
+                norm.training = True  # it normalises by its input, as in a step
+            reason = diagnose_shared_layer(shared, sharing, value, rows.stop - rows.start)
+        if reason is not None and layer.index not in self._undecided:
+            self._undecided.add(layer.index)
+            _LOG.warning("%s was not checked on shares of sequences: %s", place_of(layer), reason)
+
+
+@contextmanager
+def _unshared(carries: Sequence[Carry]) -> Iterator[None]:
+    contexts, token = [carry.context for carry in carries], CONTEXT.set(None)
+    try:
+        for carry in carries:
+            carry.context = None
+        yield
+    finally:
+        for carry, context in zip(carries, contexts, strict=True):
+            carry.context = context
+        CONTEXT.reset(token)
 
 
 def _fingerprint(tensor: Tensor) -> float:

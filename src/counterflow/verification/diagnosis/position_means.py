@@ -1,14 +1,17 @@
-"""Diagnosis of the losses of slices: whether they add up to the loss of the whole sequence.
+"""Diagnosis of the losses of slices, and of shares: whether they add up to the loss of the whole sequence.
 
-A slice's loss is compared with the losses of its two halves, each weighted as in the mini-batch: their
-weights, their sums, and the gradient of every element of the output. So the diagnosis finds a loss that
-shifts its targets within the slice, or normalises by the slice.
+The loss of a slice, or of the share of a sequence that a position of the mesh has, is compared with the
+losses of its two halves, each weighted as in the mini-batch: their weights, their sums, and the gradient of
+every element of the output. So the diagnosis finds a loss that shifts its targets within the slice,
+normalises by the slice, or is no sum over positions. It is due in the first mini-batch of each kind, and
+again in rarer ones: a first one without padding shows nothing of what padding changes.
 
 It cannot decide about a loss that draws random numbers or that the last layer computes.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -25,9 +28,16 @@ from .graded_losses import Graded, LossProbe, leaves_of
 from .sample_means import LossLayout
 from .tolerances import ACTIVATIONS, LOSSES_OF_SLICES, WEIGHTS
 
+_LOG = logging.getLogger(__name__)
+
+_ADVICE = (
+    "Let the function return a cf.LossSum: a sum, and what it is to be divided by; shift targets with "
+    "cf.next_target, and divide by what counts in cf.whole_target"
+)
+
 
 class PositionMeanDiagnosis:
-    """Diagnosis of the losses of one mini-batch's slices on one worker.
+    """Diagnosis of the losses of slices, or shares, on one worker.
 
     Args:
         layout: dimensions of the positions.
@@ -38,20 +48,57 @@ class PositionMeanDiagnosis:
 
     def __init__(self, layout: LossLayout, option: object) -> None:
         self._layout, self._option = layout, option
+        self._warned = False
 
     def begin(self, probe: LossProbe, output: Any, target: Any, positions: int) -> None:
-        """Diagnose a slice's loss before it is computed.
+        """Diagnose the loss of a slice, or of a share, before it is computed.
+
+        Args:
+            probe: computes the loss.
+            output: output of the last layer.
+            target: its targets.
+            positions: positions of the slice; 0: it is a whole share, with as many as its targets have.
 
         Raises:
-            ConfigError: the losses of its halves do not add up to the slice's, or nothing can be decided.
+            ConfigError: the losses of its halves do not add up to it, or nothing can be decided of a slice.
         """
-        if positions == 1:
+        if not positions:
+            self._begin_share(probe, output, target)
+        elif positions > 1:
+            self._begin_slice(probe, output, target, positions)
+
+    def _begin_share(self, probe: LossProbe, output: Any, target: Any) -> None:
+        try:
+            positions = self._layout.count(output)
+            if positions != self._layout.count_target(target):
+                raise ConfigError(
+                    f"outputs and targets differ in the dimension {self._option!r} of their positions"
+                )
+            fits = positions == 1 or self._fits_halves(probe, output, target, positions)
+        except Exception as error:
+            if not self._warned:
+                self._warned = True
+                _LOG.warning("could not verify that the loss is a mean over positions (assumed): %s", error)
             return
+        if not fits:
+            raise ConfigError(
+                f"the loss is no mean over positions: that of the {positions} of a share of a sequence is "
+                f"not what their halves make, so the losses of shares do not make one process's. {_ADVICE}"
+            )
+
+    def _begin_slice(self, probe: LossProbe, output: Any, target: Any, positions: int) -> None:
         if self._layout.count(output) != positions:
             raise ConfigError(
                 f"the last layer gives outputs without the {positions} positions of a slice, where "
                 f"target_sequence_dims={self._option!r} says; say where they are, or take no slices"
             )
+        if not self._fits_halves(probe, output, target, positions):
+            raise ConfigError(
+                f"the loss is no mean over positions: that of {positions} of a slice is not what their "
+                f"halves make, so the losses of slices do not make one process's. {_ADVICE}"
+            )
+
+    def _fits_halves(self, probe: LossProbe, output: Any, target: Any, positions: int) -> bool:
         run_slice, *parts = (
             partial(self._grade, probe, output, target, rows)
             for rows in (
@@ -61,13 +108,7 @@ class PositionMeanDiagnosis:
             )
         )
         join = partial(self._join, (positions // 2, positions - positions // 2))
-        if not compare_with_parts(run_slice, parts, join, _fits):
-            raise ConfigError(
-                f"the loss is no mean over positions: that of {positions} of a slice is not what their "
-                "halves make, so the losses of slices do not make one process's. Let the function return a "
-                "cf.LossSum: a sum, and what it is to be divided by; shift targets with cf.next_target, and "
-                "divide by what counts in cf.whole_target"
-            )
+        return compare_with_parts(run_slice, parts, join, _fits)
 
     @staticmethod
     def end() -> None:
@@ -79,7 +120,12 @@ class PositionMeanDiagnosis:
         part = pytree.tree_map_only(Tensor, _leaf, self._layout.cut(output, rows))
         targets = pytree.tree_map_only(Tensor, torch.clone, self._layout.cut_target(target, rows))
         for leaf, original in zip(pytree.tree_leaves(targets), pytree.tree_leaves(target), strict=False):
+            if not isinstance(original, Tensor):
+                continue
             of: SliceOf | None = getattr(original, SLICE, None)
+            if of is None and leaf.shape != original.shape:  # a half of a share
+                dim = next(d for d, size in enumerate(leaf.shape) if size != original.shape[d])
+                of = SliceOf(original, 0, dim)
             if of is not None:
                 setattr(leaf, SLICE, of._replace(start=of.start + rows.start))
         leaves = leaves_of(part)

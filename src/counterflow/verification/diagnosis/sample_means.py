@@ -49,6 +49,9 @@ class LossLayout(Protocol):
     def count(self, output: Any) -> int:
         """Number of samples in an output; ConfigError: it has none."""
 
+    def count_target(self, target: Any) -> int:
+        """Number of samples in a target; ConfigError: it has none."""
+
     def cut(self, output: Any, rows: slice) -> Any:
         """Some samples of an output."""
 

@@ -1,29 +1,35 @@
-"""Diagnosis of layers on shares of sequences: whether they treat each position for itself.
+"""Diagnosis of layers on shares of sequences: whether they compute what they compute of whole sequences.
 
-A layer runs on a share and on its halves. So the diagnosis finds a layer that looks across the sequence, of
-which the share is a part: a convolution, attention, a norm over positions; and one that adds a loss which is
-no mean over positions, as the balance of each sequence.
+Each position of the mesh runs the layer on its share, as in a step, and on the whole sequences of all shares,
+as one process. So the diagnosis finds a layer that looks across the sequence without ``cf.attend`` (a
+convolution, attention, a norm over positions), counts positions from the beginning of its share, or adds a
+loss that is no mean over positions, as the balance of each sequence.
 
-It does not find a layer whose halves are all that it looks at.
+Of long shares the beginning of each half is compared, which makes a shorter sequence: the diagnosis does not
+find what a layer does over longer distances. Nor does it compare gradients.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
+from counterflow.api.contexts import Share, share_sequence
 from counterflow.errors import ConfigError
 
-from .comparison import compare_with_parts, distance
-from .sequence_parts import Value, are_near, halves_of, join_parts, positions_of
+from .comparison import distance
+from .sequence_parts import Positions, Value, are_near, positions_of
 from .tolerances import COARSE, LOSSES
 
 _LOG = logging.getLogger(__name__)
 
+_MOST_POSITIONS = 4096
+"""Largest number of positions of the sequences that are compared."""
 
 Result = tuple[Value, Mapping[str, Tensor]]
 """Output of a layer, and the losses that it adds, by name."""
@@ -35,80 +41,156 @@ class SharedLayer(NamedTuple):
     Attributes:
         place: the layer in words.
         stage: number of its stage.
-        run: result of an input, without effect.
+        run: result of a share, without effect; None: the layer draws random numbers.
+        run_whole: result of whole sequences, without effect; None: the layer draws random numbers.
         lower_precision: True if it computes in a lower precision than that of its weights.
     """
 
     place: str
     stage: int
-    run: Callable[[Value], Result]
+    run: Callable[[Value], Result | None]
+    run_whole: Callable[[Value], Result | None]
     lower_precision: bool
+
+
+class Sharing(NamedTuple):
+    """Positions that share sequences; all call the same functions in the same order.
+
+    Attributes:
+        share: share of this position.
+        gather: whole sequences of the tensors of all positions, along a dimension.
+        mean: mean over the positions of a tensor without positions.
+    """
+
+    share: Share
+    gather: Callable[[Tensor, int], Tensor]
+    mean: Callable[[Tensor], Tensor]
 
 
 class _Undecided(Exception):  # noqa: N818 - an outcome, not an error
     pass
 
 
-def diagnose_shared_layer(layer: SharedLayer, value: Value, samples: int) -> None:
-    """Compare a layer's result of a share with those of its halves.
+def diagnose_shared_layer(layer: SharedLayer, sharing: Sharing, value: Value, samples: int) -> str | None:
+    """Compare a layer's result of a share with that of whole sequences; all positions call it.
 
     Args:
         layer: the layer.
-        value: input of the layer on a share.
+        sharing: positions that share the sequences.
+        value: input of the layer on this position's share.
         samples: number of samples.
+
+    Returns:
+        Why nothing could be decided, in words; None: the results are equal, or the value has no positions.
 
     Raises:
         ConfigError: they differ.
     """
     positions = positions_of(value, samples)
-    if positions is None or positions.length == 1:
-        return
-    sizes = positions.length // 2, positions.length - positions.length // 2
-
-    def run_half(half: Value) -> Result:
-        try:
-            return layer.run(half)
-        except Exception as error:  # it may need more positions than a half has
-            raise _Undecided(str(error)) from error
-
-    def fits(expected: Result, halves: Sequence[Result]) -> bool:
-        joined = join_parts([output for output, _ in halves], sizes)
-        near = joined is not None and are_near(
-            expected[0], joined.value, lower_precision=layer.lower_precision
-        )
-        if near:
-            _refuse_terms(layer, expected[1], [terms for _, terms in halves], sizes)
-        return near
-
-    halves = [partial(run_half, half) for half in halves_of(value, positions)]
+    if positions is None or positions.length % 2:
+        return None
+    length = min(positions.length, max(2, _MOST_POSITIONS // (2 * sharing.share.count) * 2))
+    part = _shortened(value, positions, length)
+    whole = _gathered(part, positions._replace(length=length), sharing)
     try:
-        if compare_with_parts(partial(layer.run, value), halves, list, fits):
-            return
+        output, terms = _run(layer.run, part)
+        whole_output, whole_terms = _run(layer.run_whole, whole)
+        pairs = [*_pairs(output, whole_output, samples, length, sharing.share)]
     except _Undecided as outcome:
-        _LOG.warning("%s was not checked on shares of sequences: %s", layer.place, outcome)
-        return
-    raise ConfigError(
-        f"{layer.place} of stage {layer.stage} computes something else of a share of a sequence than of its "
-        "halves, so it looks across the sequence; let its attention be cf.attend with a cf.Carry, or train "
-        "without cf.ContextParallel"
-    )
+        return str(outcome)
+    expected, got = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    if not are_near(expected, got, lower_precision=layer.lower_precision):
+        raise ConfigError(
+            f"{layer.place} of stage {layer.stage} computes something else of a share of a sequence than of "
+            "the whole sequence, so it looks across the sequence, or counts positions in its share; let its "
+            "attention be cf.attend with a cf.Carry and its positions carry.positions(length), or train "
+            "without cf.ContextParallel"
+        )
+    return _refuse_terms(layer, sharing, terms, whole_terms)
+
+
+def _run(run: Callable[[Value], Result | None], value: Value) -> Result:
+    try:
+        result = run(value)
+    except ConfigError:
+        raise
+    except Exception as error:  # it may take no other number of positions
+        raise _Undecided(str(error)) from error
+    if result is None:
+        raise _Undecided("it draws random numbers in evaluation mode")
+    return result
+
+
+def _leaves_with_positions(value: Value, positions: Positions, change: Callable[[Tensor], Tensor]) -> Value:
+    dim, length = positions
+
+    def changed(leaf: Any) -> Any:
+        has_positions = isinstance(leaf, Tensor) and leaf.dim() > dim and leaf.shape[dim] == length
+        return change(leaf) if has_positions else leaf
+
+    return pytree.tree_map(changed, value)
+
+
+def _shortened(value: Value, positions: Positions, length: int) -> Value:
+    """The beginnings of both halves of a share, which make a share of shorter sequences."""
+    if length == positions.length:
+        return value
+    dim = positions.dim
+
+    def beginnings(leaf: Tensor) -> Tensor:
+        halves = leaf.chunk(2, dim)
+        return torch.cat([half.narrow(dim, 0, length // 2) for half in halves], dim)
+
+    return _leaves_with_positions(value, positions, beginnings)
+
+
+def _gathered(value: Value, positions: Positions, sharing: Sharing) -> Value:
+    return _leaves_with_positions(value, positions, lambda leaf: sharing.gather(leaf, positions.dim))
+
+
+def _pairs(
+    output: Value, whole: Value, samples: int, length: int, share: Share
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """What a share makes of the whole's tensors, each with the share's own."""
+    leaves, spec = pytree.tree_flatten(output)
+    whole_leaves, whole_spec = pytree.tree_flatten(whole)
+    if spec != whole_spec:
+        raise _Undecided("it returns another structure for whole sequences")
+    for leaf, whole_leaf in zip(leaves, whole_leaves, strict=True):
+        if isinstance(leaf, Tensor) and isinstance(whole_leaf, Tensor):
+            yield _share_of(whole_leaf, leaf.shape, samples, length, share), leaf
+
+
+def _share_of(whole: Tensor, shape: Sequence[int], samples: int, length: int, share: Share) -> Tensor:
+    """The share of a tensor of whole sequences, whose positions may be flattened with the samples."""
+    if whole.shape == torch.Size(shape):
+        return whole
+    dims = [dim for dim, (size, part) in enumerate(zip(whole.shape, shape, strict=False)) if size != part]
+    if whole.dim() != len(shape) or len(dims) != 1:
+        raise _Undecided(f"of whole sequences it makes a tensor of shape {list(whole.shape)}")
+    (dim,) = dims
+    if shape[dim] == length:
+        return share_sequence(whole, share, dim)
+    if shape[dim] == samples * length:
+        by_sample = whole.unflatten(dim, (samples, -1))
+        return share_sequence(by_sample, share, dim + 1).flatten(dim, dim + 1)
+    raise _Undecided(f"of whole sequences it makes a tensor of shape {list(whole.shape)}")
 
 
 def _refuse_terms(
-    layer: SharedLayer,
-    expected: Mapping[str, Tensor],
-    halves: Sequence[Mapping[str, Tensor]],
-    sizes: Sequence[int],
-) -> None:
-    for name, term in expected.items():
-        parts = [terms[name] for terms in halves if name in terms]
-        if len(parts) < len(halves):
-            raise _Undecided(f"it adds {name!r} for the share and not for its halves")
-        mean = sum(size * part.double() for size, part in zip(sizes, parts, strict=True)) / sum(sizes)
+    layer: SharedLayer, sharing: Sharing, terms: Mapping[str, Tensor], whole_terms: Mapping[str, Tensor]
+) -> str | None:
+    if terms.keys() != whole_terms.keys():
+        names = ", ".join(map(repr, sorted(terms.keys() ^ whole_terms.keys())))
+        return f"it does not add {names} both for a share and for the whole sequence"
+    for name, term in sorted(terms.items()):
+        mean, whole = sharing.mean(term.detach().double()), whole_terms[name].detach().double()
         limit = COARSE if layer.lower_precision else LOSSES.of(term.dtype)
-        if distance(term.double(), mean) > limit:  # type: ignore[arg-type]
+        if distance(whole, mean) > limit:
             raise ConfigError(
                 f"{layer.place} of stage {layer.stage} adds {name!r} to the loss by cf.add_loss, which is no "
-                f"mean over positions: of a share of a sequence it is {term:g}, and of its halves {mean:g}; "
-                "add a mean of what each token makes by itself, or train without cf.ContextParallel"
+                f"mean over positions: of a sequence it is {whole:g}, and the mean of its shares is "
+                f"{mean:g}; add a mean of what each token makes by itself, or train without "
+                "cf.ContextParallel"
             )
+    return None

@@ -6,7 +6,7 @@ without a ``Carry`` (attention to both sides, a norm over positions), counts pos
 the slice, detaches its carried state, or leaves what is enough for the next slice and too little for later
 ones. It is due in a stage's first micro-batch, and in each that is longer or shorter than all before: a layer
 may leave enough for the sequences so far and too little for longer ones, or leave a number of positions that
-shorter slices do not have.
+shorter slices do not have. It is repeated in rarer steps, as the first update changes gates that were zero.
 
 It does not find errors in layers that draw random numbers in evaluation mode or pass on values without a
 dimension of positions.
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from counterflow.common.doubling import rechecks
 from counterflow.common.trees import tensors_in
 from counterflow.errors import ConfigError
 
@@ -111,6 +112,8 @@ class _Slices(NamedTuple):
     values: Sequence[Value]
     rows: Sequence[SliceRows]
     sequence: Value | None
+    complete: bool = True
+    """True if all values of the layer before were compared."""
 
 
 @dataclass(slots=True)
@@ -123,6 +126,7 @@ class _MicroBatch:
 class _StageState:
     due: dict[tuple[int, int], _MicroBatch] = field(default_factory=dict)  # by step and number
     lengths: tuple[int, ...] = ()  # of the shortest and the longest micro-batch that were compared
+    repeated: int = 0  # the last step that repeats the comparison
 
 
 class SlicedLayerDiagnosis:
@@ -130,6 +134,7 @@ class SlicedLayerDiagnosis:
 
     def __init__(self) -> None:
         self._stages: dict[int, _StageState] = defaultdict(_StageState)
+        self._warnings: set[str] = set()
 
     def expects(self, stage: int, value: Value, step: int, rows: SliceRows) -> bool:
         """Return whether a slice is to be passed to ``add``.
@@ -146,8 +151,10 @@ class SlicedLayerDiagnosis:
             state.due = {key: due for key, due in state.due.items() if key[0] == step and key != micro_batch}
             length = _sequence_length(value, rows)
             lengths = *state.lengths, *(due.length for due in state.due.values())
-            if length and not (lengths and min(lengths) <= length <= max(lengths)):
+            repeats = rechecks(step) and step > state.repeated
+            if length and (repeats or not (lengths and min(lengths) <= length <= max(lengths))):
                 state.due[micro_batch] = _MicroBatch(length)
+                state.repeated = max(state.repeated, step)
         return micro_batch in state.due
 
     def add(self, stage: SlicedStage, value: Value, step: int, rows: SliceRows) -> None:
@@ -171,7 +178,7 @@ class SlicedLayerDiagnosis:
         slices, lengths = due.slices, (*state.lengths, due.length)
         state.lengths = min(lengths), max(lengths)
         try:
-            _diagnose(stage, slices)
+            self._diagnose(stage, slices)
         except torch.OutOfMemoryError:
             if len(slices) <= _LEAST or stage.shares_sequences:  # other positions compare all of them
                 raise
@@ -179,18 +186,25 @@ class SlicedLayerDiagnosis:
                 "the memory does not suffice to compare all %d slices of stage %d with the whole sequence; "
                 "the first %d are compared", len(slices), stage.number, _LEAST,
             )  # fmt: skip
-            _diagnose(stage, slices[:_LEAST])
+            self._diagnose(stage, slices[:_LEAST])
 
+    def _diagnose(self, stage: SlicedStage, slices: Sequence[tuple[Value, SliceRows]]) -> None:
+        inputs = _Slices([value for value, _ in slices], [rows for _, rows in slices], None)
+        with stage.undisturbed(), torch.enable_grad():
+            for layer in stage.layers():
+                outputs = _LayerComparison(stage, layer, inputs).outputs()
+                if outputs is None:
+                    self._warn(layer, ", and what comes after it in its stage,")
+                    break
+                if not outputs.complete:
+                    self._warn(layer, "")
+                inputs = outputs
 
-def _diagnose(stage: SlicedStage, slices: Sequence[tuple[Value, SliceRows]]) -> None:
-    inputs = _Slices([value for value, _ in slices], [rows for _, rows in slices], None)
-    with stage.undisturbed(), torch.enable_grad():
-        for layer in stage.layers():
-            outputs = _LayerComparison(stage, layer, inputs).outputs()
-            if outputs is None:
-                _warn(layer, ", and what comes after it in its stage,")
-                break
-            inputs = outputs
+    def _warn(self, layer: SlicedLayer, more: str) -> None:
+        text = f"could not verify that {layer.place}{more} computes the same from slices"
+        if text not in self._warnings:
+            self._warnings.add(text)
+            _LOG.warning("%s as from the whole sequence (assumed)", text)
 
 
 class _Undecided(Exception):  # noqa: N818 - an outcome, not an error
@@ -244,10 +258,8 @@ class _LayerComparison:
                 "counts positions), let it hold a cf.Carry, take from it what the slices before left, and "
                 "leave what all later ones need, or train without slices"
             )
-        if not (self._input.complete and joined.complete):
-            _warn(layer, "")
         values, expected = pytree.tree_map_only(Tensor, Tensor.detach, (list(outputs), expected))
-        return _Slices(values, self._rows, expected)
+        return _Slices(values, self._rows, expected, self._input.complete and joined.complete)
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -280,10 +292,3 @@ def _join(slices: _Slices) -> Joined | None:
             return None
     joined = join_parts(slices.values, sizes, slices.sequence)
     return joined if joined is not None and (joined.joins or slices.sequence is not None) else None
-
-
-def _warn(layer: SlicedLayer, more: str) -> None:
-    _LOG.warning(
-        "could not verify that %s%s computes the same from slices as from the whole sequence (assumed)",
-        layer.place, more,
-    )  # fmt: skip
