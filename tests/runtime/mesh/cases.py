@@ -240,7 +240,8 @@ def eight() -> None:
     dapple = cf.schemes.dapple(2, 3)
     check(dapple, {"shard": 2, "tp": 2}, both, loss=loss_sum, saves=True)
     check(cf.schemes.zb_h1(2, 3), {"shard": 2, "tp": 2}, both)
-    check(dapple, {"shard": 2, "tp": 2}, both, count=4)  # a position has an empty micro-batch
+    with pytest.raises(cf.ConfigError, match=r"2 samples for 3 micro-batches: .* each micro-batch needs one"):
+        check(dapple, {"shard": 2, "tp": 2}, both, count=4)
 
 
 def low_precision(dims: dict[str, int], parallelize: Any) -> None:

@@ -355,6 +355,26 @@ def padded_later_sliced() -> None:
     steps_with_loss(mean, steps=2, slices=2)
 
 
+def shapes_differ() -> None:
+    """Other lengths at the second position, in a step of a known shape."""
+    mesh, parallel = mesh_of((1, 2, 2), ("replica", "worker", "cp")), cf.ContextParallel("cp")
+    schedule = cf.schemes.dapple(stages=2, micro_batches=2)
+    pipeline = cf.Pipeline(layers(), counted, schedule, optimizer=adamw, mesh=mesh, parallelize=parallel)
+    shares = [cf.share_sequence(t, pipeline.context) for t in batch(4)]
+    pipeline.step(*shares)
+    pipeline.step(*(t[:, :6] if pipeline.context.number else t for t in shares))
+
+
+def micro_batches_differ() -> None:
+    """Other micro-batches at the second position."""
+    mesh, parallel = mesh_of((1, 2, 2), ("replica", "worker", "cp")), cf.ContextParallel("cp")
+    schedule = cf.schemes.dapple(stages=2, micro_batches=2)
+    pipeline = cf.Pipeline(layers(), counted, schedule, optimizer=adamw, mesh=mesh, parallelize=parallel)
+    tokens, labels = (cf.share_sequence(t, pipeline.context) for t in batch(4))
+    sizes = [1, 3] if pipeline.context.number else [2, 2]
+    pipeline.step(micro_batches=zip(tokens.split(sizes), labels.split(sizes), strict=True))
+
+
 def unshared() -> None:
     """Each position is given whole sequences."""
     mesh, parallel = mesh_of((1, 2, 2), ("replica", "worker", "cp")), cf.ContextParallel("cp")

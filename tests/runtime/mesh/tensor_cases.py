@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import counterflow as cf
 from counterflow.measure.stages.timing import measure_stages
@@ -157,6 +158,64 @@ SCHEDULES: Sequence[Any] = (
     cf.schemes.chimera(2, 4),
     cf.schemes.interleaved(2, 4, chunks=2),
 )
+
+
+class Fixed(nn.Module):
+    """Attention that makes a fixed number of heads, whatever its part of the features."""
+
+    tensor_parallel_plan: ClassVar = {"inputs": "colwise", "outputs": "rowwise"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs, self.outputs = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.inputs(x).unflatten(-1, (2, -1)).transpose(1, 2)
+        seen = functional.scaled_dot_product_attention(heads, heads, heads)
+        mixed: Tensor = x + self.outputs(seen.transpose(1, 2).flatten(2))
+        return mixed
+
+
+class Normalised(Fixed):
+    """A norm over the features, of which each position has a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.outputs.weight)  # the first update opens it
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inputs(x)
+        mixed: Tensor = x + self.outputs(hidden.relu() / hidden.square().mean(-1, keepdim=True).sqrt())
+        return mixed
+
+
+class Viewing(nn.Linear):
+    """A layer that leaves a size to torch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.view(len(x), -1, 8))
+
+
+def step_with(layer: nn.Module, degrees: cf.MeshDegrees, *, samples: int = 4, steps: int = 1) -> None:
+    torch.manual_seed(0)
+    schedule, sgd = cf.schemes.gpipe(1, 2), partial(torch.optim.SGD, lr=0.1)
+    made = [nn.Linear(8, 8), layer, nn.Linear(8, 8)]
+    pipeline = cf.Pipeline(made, nn.MSELoss(), schedule, optimizer=sgd, **degrees.options(1, 1))
+    for _ in range(steps):
+        x = torch.randn(samples, 4, 8).tensor_split(pipeline.data.count)[pipeline.data.number]
+        pipeline.step(x, x)
+
+
+def fixed_heads() -> None:
+    step_with(Fixed(), cf.MeshDegrees(tp=2))
+
+
+def norm_of_parts() -> None:
+    step_with(Normalised(), cf.MeshDegrees(tp=2), steps=3)
+
+
+def view_of_nothing() -> None:
+    step_with(Viewing(8, 8), cf.MeshDegrees(dp_shard=2), samples=3)
 
 
 def rehearsed() -> list[str]:

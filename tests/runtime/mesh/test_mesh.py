@@ -60,6 +60,22 @@ def test_degrees_of_a_mesh_give_the_numbers_of_one_process() -> None:
     assert tables == [cases_of("rehearsed", "tensor_cases.py")()] * 4
 
 
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("fixed_heads", r"stage 0: 1: the forward of Fixed computes something else of its part"),
+        ("norm_of_parts", r"stage 0: 1: the forward of Normalised computes something else of its part"),
+        (
+            "view_of_nothing",
+            r"layer 1 .* \(on no rows, .*: give each position at least one .*reshape",
+        ),
+    ],
+)
+def test_what_positions_compute_otherwise_is_refused(case: str, words: str) -> None:
+    with pytest.raises(cf.CounterflowError, match=words):
+        cf.launch(cases_of(case, "tensor_cases.py"), workers=2, timeout_seconds=60, threads=1)
+
+
 @pytest.mark.parametrize("processes", ["four", "sliced", "eight"])
 def test_shared_sequences_give_the_numbers_of_one_process(processes: str) -> None:
     """With eight processes experts are divided as well, beside shared sequences or tensor parallelism."""
@@ -83,6 +99,8 @@ def test_shared_sequences_give_the_numbers_of_one_process(processes: str) -> Non
         ("preference_shared", "the loss is no mean over positions: that of the 8 of a share"),
         ("padded_later", "the loss is no mean over positions: that of the 8 of a share"),
         ("padded_later_sliced", "the loss is no mean over positions: that of 4 of a slice"),
+        ("shapes_differ", "ranks 0 and 1 share sequences, and were given mini-batches of other shapes"),
+        ("micro_batches_differ", "ranks 0 and 1 share sequences, and were given mini-batches of other"),
         ("unshared", r"all positions .* are given the same inputs, .* give cf.share_sequence"),
     ],
 )

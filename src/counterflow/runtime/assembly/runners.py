@@ -156,6 +156,6 @@ def batches_of(
         reports_loss=dims.reports_loss(transport.rank),
         dims=dims,
     )
-    peers = Peers(dims.same_samples, workers.replica, transport)
+    peers = Peers(dims.same_samples, workers.replica, transport, dims.same_sequences)
     copies = CopyStream(transport.device, order_of_use(schedule, workers.worker))
     return Batches(schedule, execution, batching, role=role, peers=peers, copies=copies)

@@ -206,11 +206,7 @@ class Interpreter:
         except CounterflowError:
             raise
         except Exception as error:
-            place = self._place(tasks, task)
-            layers = (layer for local_stage in self._tools.stages.values() for layer in local_stage.layers)
-            if (part := failing_part(error, layers)) is not None:
-                place = f"{place}, {part}"
-            raise worker_error(place, error, self.transport) from error
+            raise worker_error(self._place(tasks, task, error), error, self.transport) from error
         status.now("between steps")
 
     def drain(self) -> None:
@@ -229,7 +225,19 @@ class Interpreter:
         for precision in self._precisions:
             precision.forget()
 
-    def _place(self, tasks: Tasks, task: ActionTask | None) -> str:
+    def _place(self, tasks: Tasks, task: ActionTask | None, error: Exception) -> str:
+        place = self._action(tasks, task)
+        layers = (layer for local_stage in self._tools.stages.values() for layer in local_stage.layers)
+        if (part := failing_part(error, layers)) is not None:
+            place = f"{place}, {part}"
+        if isinstance(task, RunOp) and task.is_empty:
+            place += (
+                " (on no rows, as this position has fewer samples than micro-batches, and others wait for "
+                "what it communicates: give each position at least one sample a micro-batch)"
+            )
+        return place
+
+    def _action(self, tasks: Tasks, task: ActionTask | None) -> str:
         if task is None:
             return f"worker {self.worker}"
         place = next(place for place, candidate in enumerate(tasks) if candidate is task)

@@ -113,6 +113,12 @@ class RunOp(ActionTask):
         transport.computed()
         self.publish(batch, inputs, result)
 
+    @property
+    def is_empty(self) -> bool:
+        """True if this worker's mini-batch has no samples for the op."""
+        rows = [self.in_flight.batches[self.slot].rows[unit] for unit in self.units]
+        return all(unit_rows.start == unit_rows.stop for unit_rows in rows)
+
     @abstractmethod
     def receive(self, batch: Batch) -> Any:
         """Return the op's input; waits until it was received."""

@@ -141,6 +141,24 @@ class ParallelDims:
         """Ranks with equal samples, by replica."""
         return tuple(self.mesh.groups(self.samples))
 
+    @property
+    def same_sequences(self) -> tuple[tuple[int, ...], ...]:
+        """Numbers of the replicas, as of ``same_samples``, whose positions share sequences; empty: none do.
+
+        >>> mesh = RankMesh((2, 1, 2), (0, 1, 2, 3))
+        >>> ParallelDims(mesh, frozenset({0, 2}), contexts=frozenset({2})).same_sequences
+        ((0, 1), (2, 3))
+        """
+        groups: dict[int, list[int]] = {}
+        for replica, ranks in enumerate(self.same_samples if self.contexts else ()):
+            groups.setdefault(self.share(ranks[0], self.samples - self.contexts).number, []).append(replica)
+        return tuple(map(tuple, groups.values()))
+
+    @property
+    def divides_features(self) -> bool:
+        """True if positions with the same samples have parts of a weight: tensor parallelism."""
+        return any(weight.shards - self.samples for weight in self.weights.values())
+
     def share(self, rank: int, dims: Collection[int]) -> Share:
         """Number of a rank among the positions along some dimensions, and their number.
 

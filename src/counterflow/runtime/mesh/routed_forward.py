@@ -105,7 +105,7 @@ class RoutedForward:
         first = rank * count
         pair = choices.new_tensor([first, (first + 1) % self._experts]).expand(len(tokens), 2)
         factors = weights.new_tensor(_WEIGHTS).expand(len(tokens), 2)
-        with _undisturbed(self._module, tokens.device):
+        with undisturbed(self._module, tokens.device):
             try:
                 expected = self._forward_with(copies, tokens, pair, factors)
             except RuntimeError:  # a kernel that needs the memory of each expert
@@ -125,7 +125,8 @@ class RoutedForward:
 
 
 @contextmanager
-def _undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
+def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Context in which a module and its children are in evaluation mode, and draws change no state."""
     modes = [(submodule, submodule.training) for submodule in module.modules()]
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
         for submodule, _ in modes:

@@ -2,7 +2,7 @@
 
 Invariant: positions have the same samples, and a layer gives the same output at each of them. A module whose
 children are divided starts from whole inputs and ends with a sum over the positions, so modules that no plan
-names compute the same at all positions.
+names compute the same at all positions. Its forward is compared with that of whole matrices.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from counterflow.common.tensors.torch_private import children_of, parameters_of
 from counterflow.errors import ConfigError
 
+from .divided_forward import DividedForward
 from .mesh_function import DimNames, MeshFunction
 from .parallel import StageModule
 
@@ -60,8 +61,12 @@ class TensorParallel(MeshFunction):
         """
         part = self._part(mesh)
         for name, module, plan in [*divided_modules(stage)]:
-            refuse_undivided(f"stage {stage.number}: {name}", module, plan, part.size())
+            place = f"stage {stage.number}: {name}"
+            refuse_undivided(place, module, plan, part.size())
+            forward = DividedForward(place, module, plan)
             _divide(module, plan, part)
+            if part.size() > 1:
+                module.forward = cast("Any", forward)
         self._shard_weights(stage, mesh)
 
 

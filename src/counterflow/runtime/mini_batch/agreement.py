@@ -53,11 +53,13 @@ class Peers:
         ranks: ranks with the same samples, by replica.
         replica: this worker's.
         transport: how to reach them.
+        same_sequences: replicas whose positions share sequences, in groups.
     """
 
     ranks: tuple[tuple[int, ...], ...]
     replica: int
     transport: Transport
+    same_sequences: tuple[tuple[int, ...], ...] = ()
 
     @property
     def replicas(self) -> int:
@@ -251,6 +253,16 @@ class Agreement:
                     f"workers of replica {replica} were given mini-batches of different shapes; "
                     "all workers of a replica get the same mini-batch"
                 )
+        kinds = [max(reports[rank].kind for rank in ranks) for ranks in self._peers.ranks]
+        for group in self._peers.same_sequences:
+            for replica in group:
+                if kinds[replica] != kinds[group[0]]:
+                    first, second = (self._peers.ranks[number][0] for number in (group[0], replica))
+                    raise ConfigError(
+                        f"ranks {first} and {second} share sequences, and were given mini-batches of other "
+                        "shapes; give both their cf.share_sequence(tensor, pipeline.context) of the same "
+                        "samples"
+                    )
 
     def _agreed_sizes(
         self, sizes: tuple[int, ...], signatures: Sequence[int]

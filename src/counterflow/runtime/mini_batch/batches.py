@@ -174,6 +174,7 @@ class Batches:
             # This worker knows enough to begin; what the others say is read before it sends.
             samples, known_kind = sum(sizes), report.kind in self._shapes
             known = known_kind and samples > 0 and report.targets in (samples, None) and not user_batch.ready
+            known = known and not self._peers.same_sequences  # positions communicate in their first op
             report, known = (
                 report._replace(ways=0 if input_cuts is None else len(input_cuts.ways)),
                 known and input_cuts is None,
@@ -283,6 +284,7 @@ class Batches:
         sizes = next((tuple(sizes_by_tree) for sizes_by_tree in counts if sizes_by_tree is not None), ())
         if sizes and not user_batch.ready:
             sizes = even(sum(sizes), self._schedule.micro_batches)
+        self._refuse_empty(sizes)
         inputs, targets = (None if sizes_by_tree is None else sum(sizes_by_tree) for sizes_by_tree in counts)
         kind, signatures = user_batch.shape_signatures(call, sizes)
         return (
@@ -290,6 +292,15 @@ class Batches:
             sizes,
             signatures,
         )
+
+    def _refuse_empty(self, sizes: Sequence[int]) -> None:
+        dims = self._role.dims
+        if dims.in_lockstep and dims.divides_features and sum(sizes) > 0 and 0 in sizes:
+            raise ConfigError(
+                f"{sum(sizes)} samples for {len(sizes)} micro-batches: with tensor parallelism and positions "
+                "with samples of their own each micro-batch needs one; give more samples, or take fewer "
+                "micro-batches"
+            )
 
     def compare(self, report: CallReport, rows: Sequence[CallReport]) -> None:
         """Check that all workers report the same call.
