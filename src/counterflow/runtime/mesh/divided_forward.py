@@ -46,12 +46,12 @@ class DividedForward:
     def __init__(self, place: str, module: nn.Module, names: Iterable[str]) -> None:
         self._place, self._module = place, module
         self._forward: Callable[..., Any] = module.forward
-        self._whole = _shallow(module)
+        self._undivided = _shallow(module)
         self._children: list[tuple[nn.Module, nn.Module]] = []
         """Each divided child, and the one of the same forward that takes whole weights."""
         for name in names:
             *path, last = name.split(".")
-            parent = self._whole
+            parent = self._undivided
             for part in path:
                 parent = _replaced(parent, part)
             self._children.append((module.get_submodule(name), _replaced(parent, last)))
@@ -77,19 +77,19 @@ class DividedForward:
         try:
             with undisturbed(self._module, device), torch.no_grad(), collecting():
                 output = self._forward(*args, **kwargs)
-                for divided, whole in self._children:
-                    table = parameters_of(whole)
+                for divided, undivided in self._children:
+                    table = parameters_of(undivided)
                     for name, parameter in parameters_of(divided).items():
                         table[name] = None if parameter is None else _whole_of(parameter)
-                expected = self._whole.forward(*args, **kwargs)
+                expected = self._undivided.forward(*args, **kwargs)
         except Exception as error:
             if not self._warned:
                 self._warned = True
                 _LOG.warning("%s was not compared with whole matrices: %s", self._place, error)
             return
         finally:
-            for _, whole in self._children:
-                parameters_of(whole).clear()
+            for _, undivided in self._children:
+                parameters_of(undivided).clear()
             for carry, attributes in carries:
                 vars(carry).update(attributes)
         lower = torch.is_autocast_enabled(device.type)

@@ -131,9 +131,9 @@ class ContextGuard(StageWrapper):
                 output = stage.streams.unless_drawn(lambda: (run(part, step, rows),))
             return None if output is None else (output[0], dict(collected.terms))
 
-        def run_whole(whole: Value) -> Result | None:
+        def run_whole(sequence: Value) -> Result | None:
             with _unshared(self._carries[layer.index]):
-                return run_part(whole)
+                return run_part(sequence)
 
         def mean(term: Tensor) -> Tensor:
             return torch.stack(gather_shares(term.reshape(1), context.group)).mean()

@@ -91,15 +91,15 @@ def diagnose_shared_layer(layer: SharedLayer, sharing: Sharing, value: Value, sa
         return None
     length = min(positions.length, max(2, _MOST_POSITIONS // (2 * sharing.share.count) * 2))
     part = _shortened(value, positions, length)
-    whole = _gathered(part, positions._replace(length=length), sharing)
+    sequence = _gathered(part, positions._replace(length=length), sharing)
     try:
         output, terms = _run(layer.run, part)
-        whole_output, whole_terms = _run(layer.run_whole, whole)
+        whole_output, whole_terms = _run(layer.run_whole, sequence)
         pairs = [*_pairs(output, whole_output, samples, length, sharing.share)]
     except _Undecided as outcome:
         return str(outcome)
-    expected, got = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    if not are_near(expected, got, lower_precision=layer.lower_precision):
+    expected, output = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    if not are_near(expected, output, lower_precision=layer.lower_precision):
         raise ConfigError(
             f"{layer.place} of stage {layer.stage} computes something else of a share of a sequence than of "
             "the whole sequence, so it looks across the sequence, or counts positions in its share; let its "
@@ -149,11 +149,11 @@ def _gathered(value: Value, positions: Positions, sharing: Sharing) -> Value:
 
 
 def _pairs(
-    output: Value, whole: Value, samples: int, length: int, share: Share
+    output: Value, sequence_output: Value, samples: int, length: int, share: Share
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """What a share makes of the whole's tensors, each with the share's own."""
     leaves, spec = pytree.tree_flatten(output)
-    whole_leaves, whole_spec = pytree.tree_flatten(whole)
+    whole_leaves, whole_spec = pytree.tree_flatten(sequence_output)
     if spec != whole_spec:
         raise _Undecided("it returns another structure for whole sequences")
     for leaf, whole_leaf in zip(leaves, whole_leaves, strict=True):
@@ -161,20 +161,20 @@ def _pairs(
             yield _share_of(whole_leaf, leaf.shape, samples, length, share), leaf
 
 
-def _share_of(whole: Tensor, shape: Sequence[int], samples: int, length: int, share: Share) -> Tensor:
+def _share_of(tensor: Tensor, shape: Sequence[int], samples: int, length: int, share: Share) -> Tensor:
     """The share of a tensor of whole sequences, whose positions may be flattened with the samples."""
-    if whole.shape == torch.Size(shape):
-        return whole
-    dims = [dim for dim, (size, part) in enumerate(zip(whole.shape, shape, strict=False)) if size != part]
-    if whole.dim() != len(shape) or len(dims) != 1:
-        raise _Undecided(f"of whole sequences it makes a tensor of shape {list(whole.shape)}")
+    if tensor.shape == torch.Size(shape):
+        return tensor
+    dims = [dim for dim, (size, part) in enumerate(zip(tensor.shape, shape, strict=False)) if size != part]
+    if tensor.dim() != len(shape) or len(dims) != 1:
+        raise _Undecided(f"of whole sequences it makes a tensor of shape {list(tensor.shape)}")
     (dim,) = dims
     if shape[dim] == length:
-        return share_sequence(whole, share, dim)
+        return share_sequence(tensor, share, dim)
     if shape[dim] == samples * length:
-        by_sample = whole.unflatten(dim, (samples, -1))
+        by_sample = tensor.unflatten(dim, (samples, -1))
         return share_sequence(by_sample, share, dim + 1).flatten(dim, dim + 1)
-    raise _Undecided(f"of whole sequences it makes a tensor of shape {list(whole.shape)}")
+    raise _Undecided(f"of whole sequences it makes a tensor of shape {list(tensor.shape)}")
 
 
 def _refuse_terms(
@@ -184,12 +184,13 @@ def _refuse_terms(
         names = ", ".join(map(repr, sorted(terms.keys() ^ whole_terms.keys())))
         return f"it does not add {names} both for a share and for the whole sequence"
     for name, term in sorted(terms.items()):
-        mean, whole = sharing.mean(term.detach().double()), whole_terms[name].detach().double()
+        mean = sharing.mean(term.detach().double())
+        expected = whole_terms[name].detach().double()
         limit = COARSE if layer.lower_precision else LOSSES.of(term.dtype)
-        if distance(whole, mean) > limit:
+        if distance(expected, mean) > limit:
             raise ConfigError(
                 f"{layer.place} of stage {layer.stage} adds {name!r} to the loss by cf.add_loss, which is no "
-                f"mean over positions: of a sequence it is {whole:g}, and the mean of its shares is "
+                f"mean over positions: of a sequence it is {expected:g}, and the mean of its shares is "
                 f"{mean:g}; add a mean of what each token makes by itself, or train without "
                 "cf.ContextParallel"
             )
