@@ -26,9 +26,10 @@ from .tables import left_out
 # A worker that is alone has as many threads as cores. Where these are busy, one that spins until another gets
 # a core takes most of a test's time. Torch reads this when it is loaded, in processes of tests too.
 os.environ["OMP_WAIT_POLICY"] = "passive"
-# A shell starts what runs in the background with interrupts ignored, which processes of tests would inherit.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# What runs in the background may ignore interrupts and hang-ups, which processes of tests would inherit.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 # Hundreds of processes load the same modules: each of these is compiled once.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

@@ -75,7 +75,7 @@ def test_the_planned_run_is_the_config_of_the_plan(
     changed = {name for name in type(config).model_fields if getattr(config, name) != getattr(ran, name)}
     assert changed <= {"schedule", "pipeline", "plan", "train"}
     lines = [record.message for record in caplog.records if record.name == "counterflow.auto"]
-    assert lines[0].startswith("measuring 3 of 4 layers on 2 workers, once")
+    assert lines[0].startswith("measuring 4 of 4 layers on 2 workers, once")
     assert lines[1:] == [lines[1]] * 2
     assert lines[1].startswith(f'schedule="auto": {ran.schedule.scheme}(')
     summary: dict[str, Any] = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
