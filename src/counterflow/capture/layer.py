@@ -250,6 +250,11 @@ class CapturedLayer(nn.Module):
             elif name in self._local:
                 self.add_module(self._local[name], replacement)
         for name in held_names(part):
+            if isinstance(variant.constants.get(name), nn.Parameter):
+                raise ConfigError(
+                    f"layer {self.title} now computes with a parameter that is none of the model's, so no "
+                    "optimizer of the pipeline trains it; register it in the model, and make another pipeline"
+                )
             if name in variant.constants and name in self._local:
                 setattr(self, self._local[name], variant.constants[name].to(device))
             elif name in variant.constants:

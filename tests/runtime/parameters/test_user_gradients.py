@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from counterflow import ConfigError, Pipeline, launch
+from counterflow import ConfigError, Pipeline, launch, schemes
 
 CHIMERA, DAPPLE = "chimera(stages=2, micro_batches=4)", "dapple(stages=2, micro_batches=4)"
 SINGLE = "gpipe(stages=1, micro_batches=4)"
@@ -156,3 +157,33 @@ def with_graph(side: str) -> None:
 def test_inputs_and_targets_that_require_gradients_are_refused(side: str) -> None:
     with pytest.raises(ConfigError, match=f"tensor of the {side} requires a gradient"):
         run(with_graph, side)
+
+
+class _Scaled(nn.Module):
+    """A model that may be given a parameter which it does not register."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scales: list[nn.Parameter] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for scale in self.scales:
+            x = x * scale
+        output: Tensor = self.second(torch.tanh(self.first(x)))
+        return output
+
+
+def test_parameters_that_a_forward_begins_to_use_are_refused() -> None:
+    def work() -> None:
+        model, x = _Scaled(), torch.ones(4, 4)
+        schedule, sgd = schemes.gpipe(1, 2), partial(torch.optim.SGD, lr=0.1)
+        pipeline = Pipeline(model, nn.MSELoss(), schedule, optimizer=sgd, example=x)
+        pipeline.step(x, x)
+        model.scales.append(nn.Parameter(torch.ones(4)))
+        pipeline.step(x, x)
+
+    with pytest.raises(
+        ConfigError, match=r"layer .* now computes with a parameter that is none of the model"
+    ):
+        launch(work, workers=1, transport="local")
