@@ -98,6 +98,8 @@ def diagnose_shared_layer(layer: SharedLayer, sharing: Sharing, value: Value, sa
         pairs = [*_pairs(output, whole_output, samples, length, sharing.share)]
     except _Undecided as outcome:
         return str(outcome)
+    if not pairs:
+        return "it returns no tensor both of a share and of the whole sequence"
     expected, output = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     if not are_near(expected, output, lower_precision=layer.lower_precision):
         if are_scattered(expected, output, lower_precision=layer.lower_precision):
@@ -153,14 +155,20 @@ def _gathered(value: Value, positions: Positions, sharing: Sharing) -> Value:
 def _pairs(
     output: Value, sequence_output: Value, samples: int, length: int, share: Share
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """What a share makes of the whole's tensors, each with the share's own."""
-    leaves, spec = pytree.tree_flatten(output)
-    whole_leaves, whole_spec = pytree.tree_flatten(sequence_output)
-    if spec != whole_spec:
-        raise _Undecided("it returns another structure for whole sequences")
-    for leaf, whole_leaf in zip(leaves, whole_leaves, strict=True):
-        if isinstance(leaf, Tensor) and isinstance(whole_leaf, Tensor):
-            yield _share_of(whole_leaf, leaf.shape, samples, length, share), leaf
+    """Tensors of the whole's output that the share's has too: those of this share, each with the share's own.
+
+    A layer may leave what it needs on shares alone, such as the padding of its attention.
+    """
+    tensors = dict(_tensors_by_path(sequence_output))
+    for path, tensor in _tensors_by_path(output):
+        if path in tensors:
+            yield _share_of(tensors[path], tensor.shape, samples, length, share), tensor
+
+
+def _tensors_by_path(value: Value) -> Iterator[tuple[str, Tensor]]:
+    for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+        if isinstance(leaf, Tensor):
+            yield pytree.keystr(path), leaf
 
 
 def _share_of(tensor: Tensor, shape: Sequence[int], samples: int, length: int, share: Share) -> Tensor:
