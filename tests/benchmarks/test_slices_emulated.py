@@ -55,7 +55,8 @@ def test_a_step_asks_for_what_is_predicted(
             witness_every=0,
         )
         batch = torch.zeros(2, script.POSITIONS, 1), torch.zeros(2, script.POSITIONS)
-        pipeline.step(*batch)  # it also compares slices with the whole
+        for _ in range(2):  # they also compare slices with the whole
+            pipeline.step(*batch)
         before: float = device.DEVICE.asked_seconds
         pipeline.step(*batch)
         found: float = device.DEVICE.asked_seconds - before
