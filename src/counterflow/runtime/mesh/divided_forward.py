@@ -103,8 +103,9 @@ class DividedForward:
 
 def _shallow(module: nn.Module) -> Any:
     """A module of the same attributes, whose tables of children, parameters and hooks are its own."""
-    shallow, attributes = copy.copy(module), vars(module).items()
-    vars(shallow).update({name: copy.copy(table) for name, table in attributes if isinstance(table, dict)})
+    shallow: Any = object.__new__(type(module))  # not by the class's own way to be copied
+    for name, value in vars(module).items():
+        vars(shallow)[name] = copy.copy(value) if isinstance(value, dict) else value
     return shallow
 
 

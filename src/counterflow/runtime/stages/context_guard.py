@@ -83,17 +83,16 @@ class ContextGuard(StageWrapper):
         try:
             if layer.index == 0 and not self._compared_inputs:
                 self._compared_inputs = self._refuse_whole_sequences(value)
-            if self._is_due(layer, step, rows):
+            if self._is_due(layer, step):
                 self._checked[layer.index] = step
                 self._check(layer, value, step, rows)
             return run(value, step, rows)
         finally:
             CONTEXT.reset(token)
 
-    def _is_due(self, layer: NamedLayer, step: int, rows: SampleRows) -> bool:
-        if layer.index == LOSS or rows.start == rows.stop:
-            return False
-        if any(carry.expects_slices for carry in self._carries[layer.index]):
+    def _is_due(self, layer: NamedLayer, step: int) -> bool:
+        # Also on no rows: other positions wait for what this one communicates.
+        if layer.index == LOSS or any(carry.expects_slices for carry in self._carries[layer.index]):
             return False
         last = self._checked.get(layer.index)
         return last is None or (last < step and rechecks(step))
