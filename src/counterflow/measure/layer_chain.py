@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from counterflow.capture.layer import CapturedLayer
+from counterflow.common.trees import bytes_in
 from counterflow.planning.inputs.model import LayerTie
 
 from .content_digests import content_of
@@ -84,15 +85,13 @@ def _places(kinds: Sequence[str], layers: Sequence[nn.Module]) -> list[int]:
     places = without_repeats(kinds)
     for keep in range(2, _REPEATS + 1):
         more = without_repeats(kinds, keep)
-        if len(more) == len(places) or _weights_bytes(layers[place] for place in more) > _CACHED_BYTES:
+        if (
+            len(more) == len(places)
+            or bytes_in([[*layers[place].parameters()] for place in more]) > _CACHED_BYTES
+        ):
             break
         places = more
     return places
-
-
-def _weights_bytes(layers: Iterable[nn.Module]) -> int:
-    weights = {id(tensor): tensor for layer in layers for tensor in layer.parameters()}
-    return sum(tensor.nbytes for tensor in weights.values())
 
 
 def _digest(subject: Subject, flows: tuple[Flow, ...] | None, batch: tuple[Any, Any]) -> str:

@@ -250,13 +250,20 @@ def refuse() -> None:
         )
 
 
-def step_with(*added: nn.Module, slices: int = 1, steps: int = 1) -> None:
-    """A step with a layer that looks across the sequence."""
+def pipeline_of(
+    *added: nn.Module, loss: Any = counted, micro_batches: int = 2, slices: int = 1
+) -> cf.Pipeline:
+    """Two stages, with layers after the first one, whose sequences two positions share."""
     made = layers()
     made[1:1] = added
     mesh, parallel = mesh_of((1, 2, 2), ("replica", "worker", "cp")), cf.ContextParallel("cp")
-    schedule = cf.schemes.dapple(stages=2, micro_batches=2, slices=slices)
-    pipeline = cf.Pipeline(made, counted, schedule, optimizer=adamw, mesh=mesh, parallelize=parallel)
+    schedule = cf.schemes.dapple(stages=2, micro_batches=micro_batches, slices=slices)
+    return cf.Pipeline(made, loss, schedule, optimizer=adamw, mesh=mesh, parallelize=parallel)
+
+
+def step_with(*added: nn.Module, slices: int = 1, steps: int = 1) -> None:
+    """A step with a layer that looks across the sequence."""
+    pipeline = pipeline_of(*added, slices=slices)
     for _ in range(steps):
         pipeline.step(*(cf.share_sequence(t, pipeline.context) for t in batch(4)))
 
@@ -309,9 +316,7 @@ def recurrent_sliced() -> None:
 
 def steps_with_loss(loss: Any, *, steps: int = 1, micro_batches: int = 2, slices: int = 1) -> None:
     """Steps of which the last one has padding."""
-    mesh, parallel = mesh_of((1, 2, 2), ("replica", "worker", "cp")), cf.ContextParallel("cp")
-    schedule = cf.schemes.dapple(stages=2, micro_batches=micro_batches, slices=slices)
-    pipeline = cf.Pipeline(layers(), loss, schedule, optimizer=adamw, mesh=mesh, parallelize=parallel)
+    pipeline = pipeline_of(loss=loss, micro_batches=micro_batches, slices=slices)
     tokens, labels = batch(4)
     for number in range(steps):
         targets = labels if loss is mean and number == steps - 1 else tokens
@@ -357,9 +362,7 @@ def padded_later_sliced() -> None:
 
 def shapes_differ() -> None:
     """Other lengths at the second position, in a step of a known shape."""
-    mesh, parallel = mesh_of((1, 2, 2), ("replica", "worker", "cp")), cf.ContextParallel("cp")
-    schedule = cf.schemes.dapple(stages=2, micro_batches=2)
-    pipeline = cf.Pipeline(layers(), counted, schedule, optimizer=adamw, mesh=mesh, parallelize=parallel)
+    pipeline = pipeline_of()
     shares = [cf.share_sequence(t, pipeline.context) for t in batch(4)]
     pipeline.step(*shares)
     pipeline.step(*(t[:, :6] if pipeline.context.number else t for t in shares))
@@ -367,9 +370,7 @@ def shapes_differ() -> None:
 
 def micro_batches_differ() -> None:
     """Other micro-batches at the second position."""
-    mesh, parallel = mesh_of((1, 2, 2), ("replica", "worker", "cp")), cf.ContextParallel("cp")
-    schedule = cf.schemes.dapple(stages=2, micro_batches=2)
-    pipeline = cf.Pipeline(layers(), counted, schedule, optimizer=adamw, mesh=mesh, parallelize=parallel)
+    pipeline = pipeline_of()
     tokens, labels = (cf.share_sequence(t, pipeline.context) for t in batch(4))
     sizes = [1, 3] if pipeline.context.number else [2, 2]
     pipeline.step(micro_batches=zip(tokens.split(sizes), labels.split(sizes), strict=True))
@@ -377,10 +378,7 @@ def micro_batches_differ() -> None:
 
 def unshared() -> None:
     """Each position is given whole sequences."""
-    mesh, parallel = mesh_of((1, 2, 2), ("replica", "worker", "cp")), cf.ContextParallel("cp")
-    pipeline = cf.Pipeline(
-        layers(), counted, cf.schemes.dapple(2, 2), optimizer=adamw, mesh=mesh, parallelize=parallel
-    )
+    pipeline = pipeline_of()
     with pytest.raises(cf.ConfigError, match="generate adds token after token"):
         pipeline.generate(batch(4)[0], tokens=2)
     pipeline.step(*(t[:, :8] for t in batch(4)))

@@ -26,6 +26,7 @@ from counterflow.common.trees import dimensional
 from counterflow.errors import ConfigError
 from counterflow.verification.diagnosis.sequence_parts import are_near
 
+from ..stages.input_guard import copied
 from .routed_forward import undisturbed
 
 _LOG = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class DividedForward:
         return self._forward(*args, **kwargs)
 
     def _compare(self, args: Any, kwargs: Any) -> None:
-        args, kwargs = pytree.tree_map_only(Tensor, _copy, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(Tensor, copied, (args, kwargs))
         carries = [(carry, dict(vars(carry))) for carry in self._module.modules() if isinstance(carry, Carry)]
         device = next(tensor.device for tensor in dimensional((args, kwargs)))
         try:
@@ -80,7 +81,7 @@ class DividedForward:
                 for divided, undivided in self._children:
                     table = parameters_of(undivided)
                     for name, parameter in parameters_of(divided).items():
-                        table[name] = None if parameter is None else _whole_of(parameter)
+                        table[name] = None if parameter is None else full_tensor(parameter.detach())
                 expected = self._undivided.forward(*args, **kwargs)
         except Exception as error:
             if not self._warned:
@@ -102,8 +103,9 @@ class DividedForward:
 
 
 def _shallow(module: nn.Module) -> Any:
-    """A module of the same attributes, whose tables of children, parameters and hooks are its own."""
-    shallow: Any = object.__new__(type(module))  # not by the class's own way to be copied
+    # Attributes are the module's; tables of children, parameters and hooks are not. A class's own way to be
+    # copied may do more.
+    shallow: Any = object.__new__(type(module))
     for name, value in vars(module).items():
         vars(shallow)[name] = copy.copy(value) if isinstance(value, dict) else value
     return shallow
@@ -121,11 +123,3 @@ def _is_comparable(arguments: Any) -> bool:
     if not tensors or values_unknown() or not all(isinstance(leaf, _PLAIN) for leaf in leaves):
         return False
     return not any(tensor.is_meta or is_dtensor(tensor) or not tensor.numel() for tensor in tensors)
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
-
-
-def _whole_of(parameter: nn.Parameter) -> Any:
-    return full_tensor(parameter.detach())

@@ -295,7 +295,7 @@ class Batches:
 
     def _refuse_empty(self, sizes: Sequence[int]) -> None:
         dims = self._role.dims
-        if dims.in_lockstep and dims.divides_features and sum(sizes) > 0 and 0 in sizes:
+        if 0 in sizes and sum(sizes) > 0 and dims.in_lockstep and dims.divides_features:
             raise ConfigError(
                 f"{sum(sizes)} samples for {len(sizes)} micro-batches: with tensor parallelism and positions "
                 "with samples of their own each micro-batch needs one; give more samples, or take fewer "

@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
@@ -110,8 +109,7 @@ class ContextGuard(StageWrapper):
         varied = [tensor for tensor in tensors_in(value) if tensor.numel() > 1 and _varies(tensor)]
         device = self._stage.streams.device
         row = torch.tensor([float(bool(varied)), *sums], dtype=torch.float64, device=device)
-        rows = [torch.empty_like(row) for _ in range(self._context.share.count)]
-        dist.all_gather(rows, row, group=self._context.group)
+        rows = gather_shares(row, self._context.group)
         if all(gathered[0] and gathered.equal(rows[0]) for gathered in rows):
             raise ConfigError(
                 "all positions that share sequences are given the same inputs, so each would count its copy "

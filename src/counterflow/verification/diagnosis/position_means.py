@@ -30,11 +30,6 @@ from .tolerances import ACTIVATIONS, LOSSES_OF_SLICES, WEIGHTS
 
 _LOG = logging.getLogger(__name__)
 
-_ADVICE = (
-    "Let the function return a cf.LossSum: a sum, and what it is to be divided by; shift targets with "
-    "cf.next_target, and divide by what counts in cf.whole_target"
-)
-
 
 class PositionMeanDiagnosis:
     """Diagnosis of the losses of slices, or shares, on one worker.
@@ -81,10 +76,7 @@ class PositionMeanDiagnosis:
                 _LOG.warning("could not verify that the loss is a mean over positions (assumed): %s", error)
             return
         if not fits:
-            raise ConfigError(
-                f"the loss is no mean over positions: that of the {positions} of a share of a sequence is "
-                f"not what their halves make, so the losses of shares do not make one process's. {_ADVICE}"
-            )
+            raise _no_mean(f"the {positions} of a share of a sequence", "shares")
 
     def _begin_slice(self, probe: LossProbe, output: Any, target: Any, positions: int) -> None:
         if self._layout.count(output) != positions:
@@ -93,10 +85,7 @@ class PositionMeanDiagnosis:
                 f"target_sequence_dims={self._option!r} says; say where they are, or take no slices"
             )
         if not self._fits_halves(probe, output, target, positions):
-            raise ConfigError(
-                f"the loss is no mean over positions: that of {positions} of a slice is not what their "
-                f"halves make, so the losses of slices do not make one process's. {_ADVICE}"
-            )
+            raise _no_mean(f"{positions} of a slice", "slices")
 
     def _fits_halves(self, probe: LossProbe, output: Any, target: Any, positions: int) -> bool:
         run_slice, *parts = (
@@ -140,6 +129,15 @@ class PositionMeanDiagnosis:
         pairs = zip(*(half.gradients for half in halves), strict=True)
         gradients = [self._layout.join(pair, sizes) for pair in pairs]
         return sum(half.sum for half in halves), sum(half.weight for half in halves), gradients
+
+
+def _no_mean(positions: str, parts: str) -> ConfigError:
+    return ConfigError(
+        f"the loss is no mean over positions: that of {positions} is not what their halves make, so the "
+        f"losses of {parts} do not make one process's. Let the function return a cf.LossSum: a sum, and what "
+        "it is to be divided by; shift targets with cf.next_target, and divide by what counts in "
+        "cf.whole_target"
+    )
 
 
 def _fits(total: Graded, joined: tuple[float, float, Sequence[Tensor]]) -> bool:

@@ -73,21 +73,6 @@ def positions_of(value: Value, samples: int) -> Positions | None:
     return Positions(dim, shape[dim])
 
 
-def halves_of(value: Value, positions: Positions) -> tuple[Value, Value]:
-    """A value on the first and on the second half of its positions; the first is the shorter one."""
-    dim, length = positions
-    half = length // 2
-
-    def narrow(leaf: Any, start: int, stop: int) -> Any:
-        has_positions = isinstance(leaf, Tensor) and leaf.dim() > dim and leaf.shape[dim] == length
-        return leaf.narrow(dim, start, stop - start) if has_positions else leaf
-
-    return (
-        pytree.tree_map(lambda leaf: narrow(leaf, 0, half), value),
-        pytree.tree_map(lambda leaf: narrow(leaf, half, length), value),
-    )
-
-
 def join_parts(parts: Sequence[Value], sizes: Sequence[int], sequence: Value | None = None) -> Joined | None:
     """Join the values of parts to that of their sequence.
 
@@ -175,7 +160,7 @@ def are_scattered(expected: Value, got: Value, *, lower_precision: bool) -> bool
     >>> [are_scattered(whole, part, lower_precision=False) for part in (whole, token, column)]
     [False, True, False]
     """
-    counts = 0
+    differs = False
     for tensor, part in zip(dimensional(expected), dimensional(got), strict=False):
         limit = COARSE if lower_precision else ACTIVATIONS.of(tensor.dtype)
         if distance(tensor, part) <= limit:
@@ -188,8 +173,8 @@ def are_scattered(expected: Value, got: Value, *, lower_precision: bool) -> bool
         few = _FEW_IN_LOWER if limit >= COARSE else _FEW
         if float(wrong.double().mean()) > few or any(map(bool, columns)):
             return False
-        counts += 1
-    return counts > 0
+        differs = True
+    return differs
 
 
 def _position_dim(parts: Sequence[Any], sizes: Sequence[int]) -> int | None:

@@ -136,7 +136,7 @@ def _leaves_with_positions(value: Value, positions: Positions, change: Callable[
 
 
 def _shortened(value: Value, positions: Positions, length: int) -> Value:
-    """The beginnings of both halves of a share, which make a share of shorter sequences."""
+    # The beginnings of both halves are a share of shorter sequences.
     if length == positions.length:
         return value
     dim = positions.dim
@@ -155,10 +155,7 @@ def _gathered(value: Value, positions: Positions, sharing: Sharing) -> Value:
 def _pairs(
     output: Value, sequence_output: Value, samples: int, length: int, share: Share
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tensors of the whole's output that the share's has too: those of this share, each with the share's own.
-
-    A layer may leave what it needs on shares alone, such as the padding of its attention.
-    """
+    # A layer may leave what it needs on shares alone, such as the padding of its attention.
     tensors = dict(_tensors_by_path(sequence_output))
     for path, tensor in _tensors_by_path(output):
         if path in tensors:
@@ -172,7 +169,7 @@ def _tensors_by_path(value: Value) -> Iterator[tuple[str, Tensor]]:
 
 
 def _share_of(tensor: Tensor, shape: Sequence[int], samples: int, length: int, share: Share) -> Tensor:
-    """The share of a tensor of whole sequences, whose positions may be flattened with the samples."""
+    # Positions may be flattened with the samples.
     if tensor.shape == torch.Size(shape):
         return tensor
     dims = [dim for dim, (size, part) in enumerate(zip(tensor.shape, shape, strict=False)) if size != part]
