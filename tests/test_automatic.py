@@ -165,7 +165,7 @@ def test_the_choice_is_said_once_and_the_profile_is_measured_once(
     assert len([*cache.iterdir()]) == 1
     lines = [record.message for record in caplog.records if record.name == "counterflow.auto"]
     assert lines == [lines[0], first[2], first[2]]
-    assert lines[0].startswith("measuring 3 of 6 layers on 2 workers, once")
+    assert lines[0].startswith("measuring 6 of 6 layers on 2 workers, once")
     assert str(cache) in lines[0]
     assert lines[1].startswith(f'schedule="auto": {first[1]}')
     for part in (" ms a step planned", " GiB; second-best ", " of "):

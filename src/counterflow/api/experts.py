@@ -34,7 +34,7 @@ from typing_extensions import override
 from ..common.tensors.dtensors import is_dtensor
 from ..errors import ConfigError
 from .counters import sum_over_copies
-from .token_shares import SAME_TOKENS, TokenShare
+from .token_shares import REHEARSAL, SAME_TOKENS, TokenShare
 from .torch_internals import grouped_product, is_abstract
 from .turns import has_turns, next_turn
 
@@ -92,7 +92,10 @@ def dispatch(tokens: Tensor, choices: Tensor, experts: Tensor | int, *, group: A
         result: Dispatched = handle_torch_function(dispatch, (tokens,), tokens, choices, experts, group=group)
         return result
     count = experts if isinstance(experts, int) else experts.shape[0]
-    if group is None and isinstance(experts, Tensor):
+    rehearsal = REHEARSAL.get()
+    if rehearsal is not None:
+        group = None
+    elif group is None and isinstance(experts, Tensor):
         group = expert_group(experts)
     token_group = None if group is None else SAME_TOKENS.get()
     if tokens.dim() != 2 or choices.dim() != 2 or choices.shape[0] != tokens.shape[0]:
@@ -104,6 +107,8 @@ def dispatch(tokens: Tensor, choices: Tensor, experts: Tensor | int, *, group: A
     if token_group is not None:
         share = TokenShare.of(token_group, tokens.shape[0])
         tokens, flat = share.part(tokens), choices[share.first : share.end].reshape(-1)
+    if rehearsal is not None:
+        flat, count = rehearsal.numbers(flat, count)
     places = flat.argsort(stable=True)
     chosen = (flat >= 0) & (flat < count)
     # Without values the number of rows is that of all choices.
@@ -203,7 +208,9 @@ def grouped_linear(
             f"grouped_linear: counts of shape {(*counts.shape,)} for {matrices.shape[0]} local experts; give "
             "those that dispatch returned for this weight"
         )
-    outputs = grouped_product(rows, matrices, counts)
+    # In a rehearsal all matrices are one, which kernels do not take.
+    is_one_matrix = matrices.shape[0] > 1 and not matrices.stride(0)
+    outputs = rows @ matrices[0] if is_one_matrix else grouped_product(rows, matrices, counts)
     if outputs is None:
         products = [part @ matrix for part, matrix in zip(rows.split(counts.tolist()), matrices, strict=True)]
         outputs = torch.cat(products)

@@ -75,6 +75,43 @@ def same_tokens(group: Any) -> Iterator[None]:
         SAME_TOKENS.reset(token)
 
 
+class Rehearsal:
+    """Run of a module of experts in which no token leaves its position.
+
+    Tokens of another position's expert go to the local one with the same place.
+
+    Args:
+        positions: number of positions that divide the experts.
+
+    Attributes:
+        dispatches: number of times that tokens were dispatched.
+    """
+
+    def __init__(self, positions: int) -> None:
+        self.positions, self.dispatches = positions, 0
+
+    def numbers(self, choices: Tensor, experts: int) -> tuple[Tensor, int]:
+        """Numbers of the local experts for choices among all, -1 for none; and how many are local."""
+        self.dispatches += 1
+        local = experts // self.positions
+        return (choices % local).where((choices >= 0) & (choices < experts), -1), local
+
+
+REHEARSAL = ContextVar[Rehearsal | None]("rehearsal", default=None)
+"""The rehearsal that runs now; None: tokens are exchanged."""
+
+
+@contextmanager
+def rehearsing(positions: int) -> Iterator[Rehearsal]:
+    """Context of a rehearsal; argument as of ``Rehearsal``."""
+    rehearsal = Rehearsal(positions)
+    token = REHEARSAL.set(rehearsal)
+    try:
+        yield rehearsal
+    finally:
+        REHEARSAL.reset(token)
+
+
 class _Part(torch.autograd.Function):
     """Rows of a share of tokens; the backward gathers the gradients of all shares."""
 

@@ -61,19 +61,33 @@ def test_degrees_of_a_mesh_give_the_numbers_of_one_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "words"),
+    ("file", "case", "words"),
     [
-        ("fixed_heads", r"stage 0: 1: the forward of Fixed computes something else of its part"),
-        ("norm_of_parts", r"stage 0: 1: the forward of Normalised computes something else of its part"),
+        ("tensor", "fixed_heads", r"stage 0: 1: the forward of Fixed computes something else of its part"),
         (
+            "tensor",
+            "norm_of_parts",
+            r"stage 0: 1: the forward of Normalised computes something else of its part",
+        ),
+        (
+            "tensor",
             "view_of_nothing",
             r"layer 1 .* \(on no rows, .*: give each position at least one .*reshape",
         ),
+        ("compared", "expert_bias", "stage 0: the forward of Biased looks up something by the number of an"),
+        ("compared", "expert_factors", "stage 0: the forward of Scaled looks up something by the number"),
     ],
 )
-def test_what_positions_compute_otherwise_is_refused(case: str, words: str) -> None:
+def test_what_positions_compute_otherwise_is_refused(file: str, case: str, words: str) -> None:
     with pytest.raises(cf.CounterflowError, match=words):
-        cf.launch(cases_of(case, "tensor_cases.py"), workers=2, timeout_seconds=60, threads=1)
+        cf.launch(cases_of(case, f"{file}_cases.py"), workers=2, timeout_seconds=60, threads=1)
+
+
+def test_what_positions_compute_alike_runs_without_a_warning() -> None:
+    assert cf.launch(cases_of("right", "compared_cases.py"), workers=2, timeout_seconds=60, threads=1) == [
+        [],
+        [],
+    ]
 
 
 @pytest.mark.parametrize("processes", ["four", "sliced", "eight"])

@@ -24,6 +24,7 @@ from counterflow.common.tensors.torch_fsdp import shard_placements
 from counterflow.common.tensors.torch_private import flattened
 from counterflow.errors import ConfigError
 
+from .expert_forward import ExpertForward
 from .mesh_function import DimNames, MeshFunction, as_names
 from .parallel import ExpertWeight, StageModule
 from .routed_forward import RoutedForward
@@ -185,8 +186,12 @@ def _divide(  # noqa: PLR0917
         sharded = _divided(layer, parameter, mesh, reads=parameter.is_meta and not stage.stays_on_meta)
         setattr(module, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
         stage.expert_weights.append(ExpertWeight(module, name, ranks, same))
+    place = f"stage {stage.number}"
     if not hasattr(module, EXPERT_PARAMETERS):
-        module.forward = cast("Any", RoutedForward(f"stage {stage.number}", module, names, count))
+        module.forward = cast("Any", RoutedForward(place, module, names, count))
+    elif mesh.size() > 1:
+        forward = ExpertForward(place, module, names, count, mesh.size(), mesh.get_local_rank())
+        module.forward = cast("Any", forward)
     if token_group is not None:
         module.forward = cast("Any", partial(_forward_of_share, module.forward, token_group))
 

@@ -8,8 +8,7 @@ the first ones show nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -23,6 +22,8 @@ from counterflow.common.tensors.unknown_values import values_unknown
 from counterflow.errors import ConfigError
 from counterflow.verification.diagnosis.comparison import distance
 from counterflow.verification.diagnosis.tolerances import ACTIVATIONS
+
+from .compared_forward import undisturbed
 
 _TOKENS = 8
 """Number of tokens that are compared."""
@@ -122,17 +123,3 @@ class RoutedForward:
                 "choices, or an expert depends on more than its own weights, so tokens cannot be sent to "
                 "their experts around it; let it call cf.dispatch and cf.combine, with expert_parameters"
             )
-
-
-@contextmanager
-def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Context in which a module and its children are in evaluation mode, and draws change no state."""
-    modes = [(submodule, submodule.training) for submodule in module.modules()]
-    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
-        for submodule, _ in modes:
-            submodule.training = False
-        try:
-            yield
-        finally:
-            for submodule, mode in modes:
-                submodule.training = mode
