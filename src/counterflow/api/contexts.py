@@ -68,6 +68,9 @@ class Context:
 CONTEXT: ContextVar[Context | None] = ContextVar("counterflow_context", default=None)
 """Context of the loss function that runs; None: it is given whole sequences."""
 
+_SEQUENCES = "_counterflow_sequences"
+"""Attribute of a share: the whole sequences, which the positions' agreement compares."""
+
 MULTIPLE = 2
 """Number that divides the length of each slice of a share: it has a head and a tail."""
 
@@ -137,7 +140,19 @@ def share_sequence(tensor: Tensor, share: Share, dim: int = 1) -> Tensor:
             "sequences"
         )
     chunks = [part.chunk(parts, dim) for part in in_slices]
-    return torch.cat([of_slice[number] for of_slice in chunks for number in chunks_of(share)], dim)
+    part = torch.cat([of_slice[number] for of_slice in chunks for number in chunks_of(share)], dim)
+    setattr(part, _SEQUENCES, tensor)
+    return part
+
+
+def sequences_of(part: Tensor) -> Tensor | None:
+    """Whole sequences of which ``share_sequence`` made a part; None: it did not, or its result was copied.
+
+    >>> tensor = torch.arange(8)[None]
+    >>> sequences_of(share_sequence(tensor, Share(0, 2))) is tensor, sequences_of(tensor)
+    (True, None)
+    """
+    return getattr(part, _SEQUENCES, None)
 
 
 def join_sequence(shares: Sequence[Tensor], dim: int = 1, lengths: Sequence[int] = (1,)) -> Tensor:

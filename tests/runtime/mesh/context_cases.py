@@ -376,6 +376,13 @@ def micro_batches_differ() -> None:
     pipeline.step(micro_batches=zip(tokens.split(sizes), labels.split(sizes), strict=True))
 
 
+def samples_differ() -> None:
+    """Each position is given a share of samples of its own, as if it were a replica."""
+    pipeline = pipeline_of()
+    inputs, targets = (t.chunk(pipeline.replicas)[pipeline.replica] for t in batch(4))
+    pipeline.step(*(cf.share_sequence(t, pipeline.context) for t in (inputs, targets)))
+
+
 def unshared() -> None:
     """Each position is given whole sequences."""
     pipeline = pipeline_of()

@@ -115,6 +115,7 @@ def test_shared_sequences_give_the_numbers_of_one_process(processes: str) -> Non
         ("padded_later_sliced", "the loss is no mean over positions: that of 4 of a slice"),
         ("shapes_differ", "ranks 0 and 1 share sequences, and were given mini-batches of other shapes"),
         ("micro_batches_differ", "ranks 0 and 1 share sequences, and were given mini-batches of other"),
+        ("samples_differ", r"ranks \d and \d share sequences, and their inputs are shares of different ones"),
         ("unshared", r"all positions .* are given the same inputs, .* give cf.share_sequence"),
     ],
 )

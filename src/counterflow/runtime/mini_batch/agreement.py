@@ -198,7 +198,9 @@ class Agreement:
     def _with_digests(self, report: CallReport, user_batch: UserBatch) -> CallReport:
         period = self._digest_every
         if self._transport.shares_process or (period and report.step % period == 0):
-            return report._replace(digests=user_batch.digests())
+            report = report._replace(digests=user_batch.digests())
+            if self._peers.same_sequences:
+                return report._replace(sequences=user_batch.sequence_digests())
         return report
 
     def _await(self, gathering: Gathering, report: CallReport) -> int:
@@ -229,6 +231,7 @@ class Agreement:
             else:
                 sizes = even(samples, self._micro_batches)
             self._compare_digests(report.step, [row.digests for row in rows])
+            self._compare_sequences(report.step, [row.sequences for row in rows])
         peers = self._peers
         ranks = peers.ranks[peers.replica]
         kind = max(reports[rank].kind for rank in ranks)  # 0 where there are no inputs
@@ -297,6 +300,21 @@ class Agreement:
                         f"step {step}: the {name} of ranks {first} and {second} have the same shape "
                         "but different contents; all workers of a replica get the same mini-batch, or None "
                         "where it is not read"
+                    )
+
+    def _compare_sequences(self, step: int, digests: Sequence[Sequence[float]]) -> None:
+        for group in self._peers.same_sequences:
+            ranks = [rank for replica in group for rank in self._peers.ranks[replica]]
+            for name, column in zip(
+                _NAMES, zip(*(digests[rank] for rank in ranks), strict=True), strict=True
+            ):
+                rank_of = {digest: rank for rank, digest in zip(ranks, column, strict=True) if digest}
+                if len(rank_of) > 1:
+                    first, second = sorted(rank_of.values())[:2]
+                    raise ConfigError(
+                        f"step {step}: ranks {first} and {second} share sequences, and their {name} are "
+                        "shares of different ones; give both the same samples, the part "
+                        "pipeline.data.number of pipeline.data.count"
                     )
 
 

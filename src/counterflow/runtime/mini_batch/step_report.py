@@ -96,6 +96,7 @@ class CallReport(NamedTuple):
         kind: signature of the inputs; 0: the worker has no inputs.
         form: form in which the mini-batch was passed.
         digests: digests of the contents of inputs and targets; 0: they are not compared.
+        sequences: digests of the whole sequences of which inputs and targets are shares; 0: not known.
         begins: whether the worker begins before it receives the other reports.
         ways: number of other ways to cut the inputs, which are to be tried if outputs say so; 0: no check.
     """
@@ -109,6 +110,7 @@ class CallReport(NamedTuple):
     kind: int = 0
     form: BatchForm = BatchForm.NOTHING
     digests: tuple[float, float] = (0.0, 0.0)
+    sequences: tuple[float, float] = (0.0, 0.0)
     begins: bool = False
     ways: int = 0
 
@@ -124,6 +126,7 @@ class CallReport(NamedTuple):
             self.kind,
             self.form,
             *self.digests,
+            *self.sequences,
             self.begins,
             self.ways,
         )
@@ -172,7 +175,7 @@ def refuse_other_calls(report: CallReport, rows: Sequence[CallReport], rank: int
 @lru_cache(maxsize=4096)
 def _unpacked(row: tuple[float, ...]) -> CallReport:
     # Many workers report the same, and all report it twice in a step.
-    call, step, outputs, follows, inputs, targets, kind, form, first, second, begins, ways = row
+    call, step, outputs, follows, inputs, targets, kind, form, *digests, begins, ways = row
     return CallReport(
         CallKind(int(call)) if call in _CALLS else CallKind.UNKNOWN,
         int(step),
@@ -182,7 +185,8 @@ def _unpacked(row: tuple[float, ...]) -> CallReport:
         _count(targets),
         int(kind),
         _FORMS[int(form)],
-        (first, second),
+        (digests[0], digests[1]),
+        (digests[2], digests[3]),
         bool(begins),
         int(ways),
     )
@@ -264,7 +268,7 @@ def _unpacked_weights(row: tuple[float, ...]) -> LossWeights:
     return LossWeights(weight, _COUNTS[int(counts)], bool(has_metrics), least, most, bool(has_graph))
 
 
-CALL_WIDTH, WORKER_WIDTH = 12, 9
+CALL_WIDTH, WORKER_WIDTH = 14, 9
 """Number of values in a packed ``CallReport`` and in a packed ``WorkerReport``."""
 
 _CALLS, _FORMS = frozenset(CallKind), tuple(BatchForm)

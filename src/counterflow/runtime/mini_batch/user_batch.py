@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from counterflow.api.contexts import sequences_of
 from counterflow.common.mappings import flat_with_paths, register_mapping_classes
 from counterflow.common.numbering import number_of
 from counterflow.common.trees import tensors_in
@@ -152,6 +153,14 @@ class UserBatch:
     def digests(self) -> tuple[float, float]:
         """Digests of the contents of inputs and targets."""
         return content_digest(self.inputs), content_digest(self.targets)
+
+    def sequence_digests(self) -> tuple[float, float]:
+        """Digests of the whole sequences of which inputs and targets are shares; 0: not known."""
+        inputs, targets = (
+            content_digest([*filter(torch.is_tensor, map(sequences_of, tensors_in(tree)))] or None)
+            for tree in (self.inputs, self.targets)
+        )
+        return inputs, targets
 
     def cut(self, pieces: Sequence[Any] | None, dims: Dims, sizes: Sequence[int]) -> list[Any]:
         """The micro-batches of ``inputs`` or ``targets``, where they were given.
