@@ -40,7 +40,7 @@ from .files import packed, unpacked
 from .host_copies import HostCopies
 from .memory_file import MemoryFile, opened
 from .memory_parts import Part, overlapping, owned_elsewhere, parts_of
-from .state_tables import at_hand, changing_in_forward, load
+from .state_tables import at_hand, changing_in_forward, prepare
 
 _LOG = logging.getLogger(__name__)
 
@@ -227,7 +227,7 @@ class MemoryCopies:
                     sent = bytearray(packed(_read_part(self.folder / name, part)))
                     blob = torch.frombuffer(sent, dtype=torch.uint8).to(transport.device)
                     transport.send_described([blob], rank, tag).wait()
-        load(pipeline, state, "the workers' memory", options=False)
+        prepare(pipeline, state, "the workers' memory", options=False)()
         pipeline.steps = point.step
         transport.gather([])  # nobody writes before all have read
 

@@ -7,7 +7,8 @@ mapped, and only the needed parts of tensors are read.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -27,8 +28,8 @@ from .state_tables import (
     MODEL,
     OPTIMIZER,
     dtype_of,
-    load,
     name_in_file,
+    prepare,
     state_name,
     tied_keys,
     wanted,
@@ -164,7 +165,8 @@ class Checkpoint:
                     f"rank {rank} resumes from step {step:g} but rank 0 from step {steps[0][0]:g}; give "
                     "all the same shared folder"
                 )
-        tensors, keys = wanted(pipeline, self.index, self.place, training=training)
+        with _agreed(pipeline.transport):
+            tensors, keys = wanted(pipeline, self.index, self.place, training=training)
         self.verify(pipeline.transport)
         for key, further_key in tied_keys(pipeline, self.index):
             names = (name_in_file(key), name_in_file(further_key))
@@ -174,7 +176,9 @@ class Checkpoint:
         state = {
             key: tensors[key] if key in tensors else objects[stored_key] for key, stored_key in keys.items()
         }
-        load(pipeline, state, self.place, training=training, options=options)
+        with _agreed(pipeline.transport):
+            load = prepare(pipeline, state, self.place, training=training, options=options)
+        load()
         if training:
             pipeline.steps = self.step
             if options:
@@ -278,6 +282,24 @@ class Checkpoint:
         except (SafetensorError, OSError) as error:
             self._refuse(f"{file} cannot be read: {str(error)[:200]}")
             raise
+
+
+@contextmanager
+def _agreed(transport: Transport) -> Iterator[None]:
+    # Before anything is loaded: a checkpoint that does not fit one worker is loaded by none.
+    error: ConfigError | None = None
+    try:
+        yield
+    except DamagedError:  # the others see that this worker ends
+        raise
+    except ConfigError as refusal:
+        error = refusal
+    messages = transport.gather_objects(None if error is None else str(error))
+    if error is not None:
+        raise error
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise ConfigError(f"rank {rank} cannot load it: {message}")
 
 
 def damage(folder: Path) -> str:

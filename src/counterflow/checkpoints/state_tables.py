@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -222,7 +222,8 @@ def _refuse_other_residuals(
     for entry in entries if saved else ():
         if entry.kind == RESIDUAL:
             first = str(state_name(stored[entry]).of) if entry in stored else str(entry.of)
-            refuse_other_ranks(str(entry.of), saved.get(first, ()), holders[str(entry.of)], str(entry.slot))
+            if first in saved:  # else it was frozen, and begins with zero
+                refuse_other_ranks(str(entry.of), saved[first], holders[str(entry.of)], str(entry.slot))
 
 
 def _empty(entry: StateName, stored: Stored, weight: Stored | None, like: Tensor, place: str) -> Tensor:
@@ -245,10 +246,10 @@ def _empty(entry: StateName, stored: Stored, weight: Stored | None, like: Tensor
     return torch.empty(stored.shape, dtype=dtype)
 
 
-def load(
+def prepare(
     pipeline: Pipeline, state: Mapping[str, Any], place: str, *, training: bool = True, options: bool = True
-) -> None:
-    """Load state into a pipeline, which uses the parts that it has a place for.
+) -> Callable[[], None]:
+    """Check state, and return the function that loads it into a pipeline, which uses what it has a place for.
 
     Args:
         pipeline: pipeline that loads the state.
@@ -263,9 +264,9 @@ def load(
     entries = {state_name(key): value for key, value in state.items()}
     model = {str(entry.of): value for entry, value in entries.items() if entry.kind == MODEL}
     model |= {name: model[first] for name, first in first_names(pipeline).items() if first in model}
-    pipeline.weights.state.load_state_dict(model)
+    load_model = pipeline.weights.state.prepare_model(model)
     if not training:
-        return
+        return load_model
     local, training_entries = (
         dict(_entries(pipeline)),
         {entry: v for entry, v in entries.items() if entry.kind != MODEL},
@@ -282,7 +283,13 @@ def load(
     training_state = assembled({**options_of, **training_entries}.items())
     if AVERAGED in training_state:
         training_state.setdefault(AVERAGE, {})  # also if this pipeline has no place for it, which is logged
-    pipeline.weights.state.load_training_state(training_state, options=options)
+    load_training = pipeline.weights.state.prepare_training(training_state, options=options)
+
+    def load() -> None:
+        load_model()
+        load_training()
+
+    return load
 
 
 def dtype_of(stored: Stored, place: str) -> torch.dtype:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
+from counterflow.common.tensors.optimizer_state import state_tensors
 from counterflow.runtime.parameters.optimizers import MakeOptimizer, Parameters
 
 from .stages.allocations import allocated
@@ -44,9 +45,8 @@ def states_per_byte(make: MakeOptimizer) -> float:
     """Bytes of an optimizer's states per byte of a weight."""
     optimizer = trial_optimizer(make, shape=_SHAPE)
     optimizer.step()
-    states = (value for state in optimizer.state.values() for value in state.values())
     weights: list[nn.Parameter] = [weight for group in optimizer.param_groups for weight in group["params"]]
-    return sum(x.nbytes for x in states if isinstance(x, Tensor) and x.dim()) / sum(
+    return sum(x.nbytes for x in state_tensors(optimizer) if x.dim()) / sum(
         weight.nbytes for weight in weights
     )
 

@@ -112,9 +112,9 @@ class PipelineStates:
         """Everything that a training resumes from, on the CPU; all workers call it.
 
         The pipeline is flushed first. Another pipeline of the same model and optimiser loads the state under
-        any schedule; a learning-rate scheduler needs the same number of stages. With ``load_state_dict``
-        this is the ``Stateful`` of ``torch.distributed.checkpoint``:
-        ``dcp.save({"pipeline": pipeline})`` writes it, ``dcp.load`` reads it into a new pipeline.
+        any schedule and depth. With ``load_state_dict`` this is the ``Stateful`` of
+        ``torch.distributed.checkpoint``: ``dcp.save({"pipeline": pipeline})`` writes it,
+        ``dcp.load`` reads it into a new pipeline.
 
         Args:
             rank: the only one that gets it; the others get an empty dict. None: all get it.

@@ -15,7 +15,8 @@ from .call_guard import CallGuard
 from .drain import Drain
 from .mini_batch.refusal import refusing
 from .mini_batch.step_report import CallKind
-from .parameters.local_state import BY_STAGE, LocalState, ParameterState
+from .parameters.local_state import LocalState
+from .parameters.state_records import BY_STAGE, ParameterState
 from .parameters.weights import Weights
 from .stages.randomness import RandomStreams
 from .transport.base import Transport
@@ -129,7 +130,7 @@ class StateDicts:
     def load_model(self, state: Mapping[str, Any]) -> None:
         """Load the weights of this worker."""
         self._guard.require_idle("load_model_state_dict")
-        self._local.load_state_dict(state)
+        self._local.prepare_model(state)()
 
     def training(self, *, rank: int | None = None, local: bool = False) -> dict[str, Any]:
         """State that a training resumes from."""
@@ -160,9 +161,11 @@ class StateDicts:
                 f"the state has no {missing[0]!r}: load_state_dict resumes from what state_dict() returned; "
                 "a model's weights alone are loaded by load_model_state_dict"
             )
-        self.load_model(state["model"])
+        self._guard.require_idle("load_state_dict")
         stages = {kind: _with_keys(int, state[kind]) for kind in BY_STAGE if kind in state}
-        self._local.load_training_state({**state, **stages})
+        loads = self._local.prepare_model(state["model"]), self._local.prepare_training({**state, **stages})
+        for load in loads:
+            load()
         self._guard.steps, self._streams.seed = state["step"], state["seed"]
 
     def set_trainable(self, chosen: Callable[[str], bool]) -> None:

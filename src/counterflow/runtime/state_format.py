@@ -6,7 +6,11 @@ A list of names and nothing else: ``Pipeline.state_dict`` and its relatives make
 from __future__ import annotations
 
 from .parameters.extra_state import extra_state_names
-from .parameters.local_state import (
+from .parameters.group_state import FURTHER
+from .parameters.loss_scale import BACKOFF, GROWTH, LossScale
+from .parameters.names import refuse_untied
+from .parameters.sharded_updates import Owners
+from .parameters.state_records import (
     BY_STAGE,
     LOSS_SCALE,
     RESIDUAL,
@@ -15,13 +19,11 @@ from .parameters.local_state import (
     assembled,
     refuse_other_ranks,
 )
-from .parameters.loss_scale import BACKOFF, GROWTH, LossScale
-from .parameters.names import refuse_untied
-from .parameters.sharded_updates import Owners
 
 __all__ = [
     "BACKOFF",
     "BY_STAGE",
+    "FURTHER",
     "GROWTH",
     "LOSS_SCALE",
     "RESIDUAL",

@@ -16,7 +16,7 @@ from counterflow import LossSum
 from counterflow.common.tensors import devices
 from counterflow.errors import ConfigError, WorkerError
 from counterflow.runtime.execution.step import Step
-from counterflow.runtime.parameters.local_state import ParameterState
+from counterflow.runtime.parameters.state_records import ParameterState
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes

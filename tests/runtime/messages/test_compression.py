@@ -124,5 +124,4 @@ def test_the_smallest_activations_are_close(transport: Any) -> None:
     job = schedule, layers, nn.functional.mse_loss, batches
     found = launch(_train, *job, options, workers=3, transport=transport)
     plain = launch(_train, *job, options | {"compress": False}, workers=3, transport="local")
-    assert found[0][0][0] == plain[0][0][0]
     assert found[0][0] == pytest.approx(plain[0][0], rel=1e-3)

@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 
 from counterflow.common.tensors.dtensors import part_of
 from counterflow.errors import ConfigError
-from counterflow.runtime.parameters.local_state import StateName, assembled
+from counterflow.runtime.parameters.state_records import StateName, assembled
 from counterflow.runtime.parameters.weights import Weights
 from counterflow.runtime.transport.base import Transport
 from counterflow.runtime.workers.launch import launch
@@ -118,7 +118,7 @@ def test_a_weight_has_all_its_names() -> None:
     given = {**{name: value for name, value in state.items() if name not in {"2.weight", "x"}}}
     given |= {"0.weight": torch.tensor([5.0, 6.0]), "y": torch.tensor([8.0]), "mean": torch.tensor([9.0])}
     given["0._extra_state"] = {"seen": [4]}
-    other.state.load_state_dict(given)
+    other.state.prepare_model(given)()
     assert shown(other.state.state_dict()) == {
         "0.weight": [5.0, 6.0],
         "head.weight": [5.0, 6.0],
@@ -147,7 +147,7 @@ def test_a_state_that_does_not_fit_changes_nothing(change: dict[str, Any], messa
     weights = made()
     state = {**weights.state.state_dict(), "0.weight": torch.tensor([5.0, 6.0]), **change}
     with pytest.raises(ConfigError, match=f"^{message}$"):
-        weights.state.load_state_dict({name: value for name, value in state.items() if value is not None})
+        weights.state.prepare_model({name: value for name, value in state.items() if value is not None})()
     assert shown(weights.state.state_dict()) == ROWS
 
 
@@ -157,7 +157,7 @@ def test_a_load_begins_an_average_anew() -> None:
     trained(weights)
     assert weights.average is not None
     assert weights.average.updates(0) == 2
-    weights.state.load_state_dict({**weights.state.state_dict(), "0.weight": torch.tensor([5.0, 6.0])})
+    weights.state.prepare_model({**weights.state.state_dict(), "0.weight": torch.tensor([5.0, 6.0])})()
     assert weights.average.updates(0) == 0
     assert weights.average.of(0)["0.weight"].average.tolist() == [5.0, 6.0]
 
@@ -207,8 +207,8 @@ def test_a_training_goes_on_from_its_state() -> None:
     state, own = weights.state.training_state(), weights.state.state_dict()
     kept = shown(state)
     other = made()
-    other.state.load_state_dict(own)
-    other.state.load_training_state(state)
+    other.state.prepare_model(own)()
+    other.state.prepare_training(state)()
     assert shown(other.state.training_state()) == kept
     trained(other, 1)
     assert shown(state) == kept, "what was loaded is copied"
@@ -218,22 +218,22 @@ def test_a_training_goes_on_from_its_state() -> None:
 def test_options_and_schedules_are_taken_where_asked() -> None:
     state = trained(made()).state.training_state()
     other = made()
-    other.state.load_training_state(state, options=False)
+    other.state.prepare_training(state, options=False)()
     for optimizer in other.optimizers.values():
         assert [group["lr"] for group in optimizer.param_groups] == [0.5]
         assert [kept["step"].item() for kept in optimizer.state.values()] == [2.0]
     assert [scheduler.last_epoch for scheduler in other.schedulers.values()] == [0, 0]
-    other.state.load_training_state({**state, "scheduler": {}}, options=False)
+    other.state.prepare_training({**state, "scheduler": {}}, options=False)()
 
 
 def test_a_training_state_goes_by_every_name() -> None:
     state = trained(made()).state.training_state()
     state["optimizer"]["y"] = state["optimizer"].pop("2.weight")
     other = made(aliases={"2.weight": ("2.weight", "x", "y")})
-    other.state.load_training_state(state)
+    other.state.prepare_training(state)()
     assert shown(other.state.training_state())["optimizer"]["2.weight"]["state"]["step"] == 2.0
     with pytest.raises(ConfigError) as refused:
-        made().state.load_training_state(state)
+        made().state.prepare_training(state)()
     assert str(refused.value) == "the training state has nothing of the optimizer for '2.weight'"
 
 
@@ -258,7 +258,7 @@ def test_what_is_no_tensor_is_copied_too() -> None:
     found = state["optimizer"]["2.weight"]["state"]
     assert shown(found) == {"rows": [1, 1], "sum": 2.0, "last": [3.0]}
     other = made(optimizer=odd, scheduler=None)
-    other.state.load_training_state(state)
+    other.state.prepare_training(state)()
     trained(other, 1)
     trained(weights, 1)
     assert shown(found) == {"rows": [1, 1], "sum": 2.0, "last": [3.0]}
@@ -287,7 +287,7 @@ def test_a_schedule_of_another_stage_is_taken_for_the_rates_at_hand() -> None:
     state = weights.state.training_state()
     del state["scheduler"][1]
     other = made(optimizer=halves(0.5))
-    other.state.load_training_state(state)
+    other.state.prepare_training(state)()
     scheduler = other.schedulers[1]
     assert scheduler.last_epoch == 2
     assert scheduler.base_lrs == [0.5]
@@ -300,7 +300,7 @@ def test_the_stages_own_comes_before_others() -> None:
     state = trained(made()).state.training_state()
     state["scheduler"] = {0: {**state["scheduler"][0], "last_epoch": 7}, 1: state["scheduler"][1]}
     other = made()
-    other.state.load_training_state(state)
+    other.state.prepare_training(state)()
     assert [other.schedulers[stage].last_epoch for stage in range(2)] == [7, 2]
 
 
@@ -309,11 +309,11 @@ def test_a_schedule_that_does_not_fit_is_passed_over_or_refused() -> None:
     fits = state["scheduler"][1]
     state["scheduler"][1] = {key: value for key, value in fits.items() if key != "gamma"}
     other = made()
-    other.state.load_training_state(state)
+    other.state.prepare_training(state)()
     assert other.schedulers[1].last_epoch == 2, "the other stage's"
     state["scheduler"] = {1: {**fits, "more": 1}}
     with pytest.raises(ConfigError) as refused:
-        made().state.load_training_state(state)
+        made().state.prepare_training(state)()
     assert str(refused.value) == (
         "the training state has no learning-rate schedule for stage 0 with its 1 groups of parameters; "
         "load it with the stages it was saved with"
@@ -328,12 +328,12 @@ def test_a_schedule_has_as_many_rates_as_groups() -> None:
     modules: Callable[[], list[list[nn.Module]]] = lambda: [[Row(1.0), Row(2.0)], [Row(3.0)]]  # noqa: E731
     state = trained(weights_of(modules(), optimizer=two, scheduler=stepwise)).state.training_state()
     other = weights_of([[Row(1.0)], [Row(2.0), Row(3.0)]], optimizer=two, scheduler=stepwise)
-    other.state.load_training_state(state)  # with initial rates the lists are made anew
+    other.state.prepare_training(state)()  # with initial rates the lists are made anew
     assert [len(other.schedulers[stage].base_lrs) for stage in range(2)] == [1, 2]
     cyclic: Callable[[Any], Any] = lambda o: LAMBDA(o, [lambda n: 0.5**n] * len(o.param_groups))  # noqa: E731
     state = trained(weights_of(modules(), optimizer=two, scheduler=cyclic)).state.training_state()
     other = weights_of([[Row(1.0)], [Row(2.0), Row(3.0)]], optimizer=two, scheduler=cyclic)
-    other.state.load_training_state(state)
+    other.state.prepare_training(state)()
     assert [other.schedulers[stage].last_epoch for stage in range(2)] == [2, 2]
     assert [len(other.schedulers[stage].state_dict()["lr_lambdas"]) for stage in range(2)] == [1, 2]
     trained(other, 1)
@@ -341,7 +341,7 @@ def test_a_schedule_has_as_many_rates_as_groups() -> None:
     state = trained(
         weights_of([[*modules()[0], Row(3.0)]], optimizer=two, scheduler=cyclic)
     ).state.training_state()
-    other.state.load_training_state(state)  # of one stage with three groups
+    other.state.prepare_training(state)()  # of one stage with three groups
     assert [len(other.schedulers[stage].state_dict()["lr_lambdas"]) for stage in range(2)] == [1, 2]
 
 
@@ -359,7 +359,7 @@ def test_functions_that_are_objects_keep_their_state() -> None:
     state = trained(made(scheduler=lambda o: LAMBDA(o, Factor(0.5)))).state.training_state()
     assert state["scheduler"][0]["lr_lambdas"] == [{"factor": 0.5}]
     other = made(scheduler=lambda o: LAMBDA(o, Factor(0.25)))
-    other.state.load_training_state(state)
+    other.state.prepare_training(state)()
     assert other.schedulers[0].state_dict()["lr_lambdas"] == [{"factor": 0.5}]
 
 
@@ -378,11 +378,11 @@ def test_an_average_is_saved_and_loaded() -> None:
     other.follow(0.5)
     state["ema"]["y"] = state["ema"].pop("2.weight")
     state["averaged"] = {0: 3, 1: 2}
-    other.state.load_training_state(state)
+    other.state.prepare_training(state)()
     assert other.average is not None
     assert [other.average.updates(stage) for stage in range(2)] == [3, 3]
     assert shown(other.state.training_state()["ema"]) == kept
-    other.state.load_training_state({**state, "averaged": {}})
+    other.state.prepare_training({**state, "averaged": {}})()
     assert other.average.updates(0) == 0
 
 
@@ -392,29 +392,29 @@ def test_an_average_that_is_missing_or_not_asked_for_is_told(caplog: pytest.LogC
     weights.follow(0.5)
     trained(weights)
     trained(plain)
-    plain.state.load_training_state(plain.state.training_state())
+    plain.state.prepare_training(plain.state.training_state())()
     assert not caplog.records
-    plain.state.load_training_state(weights.state.training_state())
+    plain.state.prepare_training(weights.state.training_state())()
     assert [record.getMessage() for record in caplog.records] == [
         "the training state has an average of the weights, and it is not taken: call ema(decay) before "
         "the state is loaded"
     ]
     caplog.clear()
-    weights.state.load_training_state(plain.state.training_state())
+    weights.state.prepare_training(plain.state.training_state())()
     assert [record.getMessage() for record in caplog.records] == [
         "the training state has no average of the weights: it begins with those loaded"
     ]
     caplog.clear()
     frozen = weights_of([[Row(1.0, trains=False)]])
     frozen.follow(0.5)
-    frozen.state.load_training_state({"optimizer": {"0.weight": {"state": {}, "options": {}}}})
+    frozen.state.prepare_training({"optimizer": {"0.weight": {"state": {}, "options": {}}}})()
     assert not caplog.records, "it averages nothing"
     other = made()
     other.follow(0.5)
     state = weights.state.training_state()
     del state["ema"]["2.weight"]
     with pytest.raises(ConfigError, match=r"has no average of '2\.weight'"):
-        other.state.load_training_state(state)
+        other.state.prepare_training(state)()
 
 
 # -- sharded over further dimensions of a mesh
@@ -448,8 +448,8 @@ def test_a_sharded_weight_is_saved_whole_and_loaded_in_parts(mesh: DeviceMesh) -
     kept = training["optimizer"]["0.weight"]["state"]["momentum_buffer"]
     assert type(kept) is Tensor
     other = sharded()
-    other.state.load_state_dict(state)
-    other.state.load_training_state(training)
+    other.state.prepare_model(state)()
+    other.state.prepare_training(training)()
     for name, stage in zip(("0.weight", "1.weight"), other.stages.values(), strict=True):
         (parameter,) = stage.parameters()
         mine = other.optimizers[stage.stage].state[parameter]["momentum_buffer"]
@@ -478,9 +478,9 @@ def test_parts_are_those_of_the_weight(mesh: DeviceMesh, monkeypatch: pytest.Mon
     weights = weights_of([[row]], optimizer=adam)
     row.weight.grad = torch.ones_like(row.weight)
     weights.optimizers[0].step()
-    weights.state.load_state_dict(weights.state.state_dict())
+    weights.state.prepare_model(weights.state.state_dict())()
     assert len(asked) == 1
-    weights.state.load_training_state(weights.state.training_state())
+    weights.state.prepare_training(weights.state.training_state())()
     assert len(asked) == 3
     assert all(isinstance(one, DTensor) for one in asked)
 
@@ -490,7 +490,7 @@ def test_what_an_optimizer_keeps_in_another_shape_stays_whole(mesh: DeviceMesh) 
     row.weight = nn.Parameter(distribute_tensor(row.weight.detach(), mesh, [Shard(0)]))
     weights = weights_of([[row]])
     given = {"optimizer": {"0.weight": {"options": {}, "state": {"factors": torch.ones(3)}}}}
-    weights.state.load_training_state({**given, "scheduler": {}})
+    weights.state.prepare_training({**given, "scheduler": {}})()
     found = weights.optimizers[0].state[row.weight]["factors"]
     assert type(found) is Tensor
     assert found.tolist() == [1.0] * 3
@@ -509,7 +509,7 @@ def test_a_number_goes_where_the_optimizer_keeps_it(monkeypatch: pytest.MonkeyPa
     state = trained(made()).state.training_state()
     monkeypatch.setattr("counterflow.runtime.parameters.local_state.home_of", home)
     other = made()
-    other.state.load_training_state(state)
+    other.state.prepare_training(state)()
     for optimizer in other.optimizers.values():
         for kept in optimizer.state.values():
             assert {slot: value.device.type for slot, value in kept.items()} == {
@@ -561,7 +561,7 @@ def test_a_schedule_with_no_initial_rate_in_a_group_keeps_its_own() -> None:
     del other.optimizers[0].param_groups[0]["initial_lr"]
     del state["optimizer"]["0.weight"]["options"]["initial_lr"]
     state["scheduler"][0]["base_lrs"] = [9.0]
-    other.state.load_training_state(state)
+    other.state.prepare_training(state)()
     assert other.schedulers[0].base_lrs == [9.0]
 
 
@@ -586,7 +586,7 @@ class Bare:
 def test_a_schedule_of_ones_own_is_loaded_as_it_is() -> None:
     weights = trained(made(scheduler=Bare))
     other = made(scheduler=Bare)
-    other.state.load_training_state(weights.state.training_state())
+    other.state.prepare_training(weights.state.training_state())()
     assert other.state.training_state()["scheduler"] == {0: {"steps": 2}, 1: {"steps": 2}}
 
 

@@ -671,10 +671,10 @@ def test_changes_wait_for_the_copies_that_are_made() -> None:
     weights.change_after(lambda: order.append(2))
     with weights.averaged():
         assert order[2:] == [2]
-    for call in (weights.state.load_state_dict, weights.state.load_training_state):
+    for call in (weights.state.prepare_model, weights.state.prepare_training):
         weights.change_after(lambda: order.append(3))
         state = {**weights.state.state_dict(), **weights.state.training_state()}
-        call(state)
+        call(state)()
     assert order[3:] == [3, 3]
 
 

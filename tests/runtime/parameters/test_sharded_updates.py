@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from counterflow.errors import ConfigError
 from counterflow.models.gpt import GPTConfig
-from counterflow.runtime.parameters.local_state import ParameterState
+from counterflow.runtime.parameters.state_records import ParameterState
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule

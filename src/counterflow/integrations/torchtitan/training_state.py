@@ -18,6 +18,7 @@ from counterflow.checkpoints.files import DTYPES
 from counterflow.checkpoints.reader import Checkpoint
 from counterflow.checkpoints.state_tables import MODEL, OPTIMIZER, state_name
 from counterflow.errors import ConfigError
+from counterflow.runtime.state_format import FURTHER
 
 from .dcp_folder import OPTIMIZERS, TorchFolder, flat
 from .model_names import TitanForm, TitanNames
@@ -80,7 +81,7 @@ def titan_state(checkpoint: Checkpoint, weights: Mapping[str, Size], names: Tita
         sizes[name], readers[name] = ("F32", shape), partial(torch.zeros, shape)
     keys = [key for key in checkpoint.index.objects if state_name(key).kind == OPTIMIZER]
     options = {
-        name: value["options"]
+        name: {option: number for option, number in value["options"].items() if option != FURTHER}
         for key, value in checkpoint.objects(keys).items()
         for name in forms[str(state_name(key).of)].names
     }

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
+from counterflow.common.tensors.optimizer_state import state_tensors
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.stages.stage import LocalStage
 
@@ -45,9 +44,8 @@ def measure_update(whole: Pipeline, layers: Pipeline) -> UpdateMemory:
     states = [
         value.nbytes
         for optimizer in whole.weights.optimizers.values()
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor) and value.dim()  # without counts of steps
+        for value in state_tensors(optimizer)
+        if value.dim()  # without counts of steps
     ]
     return UpdateMemory(
         layers=tuple(found),

@@ -72,15 +72,23 @@ class Compression:
                 message.append(tensor)
                 continue
             exponent = _exponent(tensor)
-            first, second = _powers(-exponent, tensor.dtype)
-            half = torch.empty_like(tensor, dtype=torch.float16)
-            message.append(torch.mul(tensor * first, second, out=half))
+            message.append(_half(tensor, exponent))
             exponents.append(exponent)
         if exponents:
             message.insert(0, torch.stack(exponents).to(_HEAD))
         self.plain_bytes += sum(tensor.nbytes for tensor in tensors)
         self.sent_bytes += sum(tensor.nbytes for tensor in message)
         return message
+
+    def round(self, tensor: Tensor) -> Tensor:
+        """Return the tensor that a compressed message restores, for a message that is not compressed."""
+        plain = tensor.detach()
+        if not self._converts(tensor.dtype, on_host=tensor.device.type == "cpu"):
+            return tensor
+        exponent = _exponent(plain)
+        first, second = _powers(exponent, tensor.dtype)
+        restored = _half(plain, exponent).to(tensor.dtype).mul_(first).mul_(second)
+        return restored.requires_grad_(tensor.requires_grad)
 
     def unpack(
         self, message: Sequence[Tensor], specs: Sequence[TensorSpec], pool: BufferPool
@@ -110,6 +118,12 @@ class Compression:
             done.append(part)
         pool.put(done)
         return tensors
+
+
+def _half(tensor: Tensor, exponent: Tensor) -> Tensor:
+    first, second = _powers(-exponent, tensor.dtype)
+    half = torch.empty_like(tensor, dtype=torch.float16)
+    return torch.mul(tensor * first, second, out=half)
 
 
 def _exponent(tensor: Tensor) -> Tensor:

@@ -134,6 +134,8 @@ class MessageQueue:
             self._track(envelope, self.transport.send(message, envelope.peer, envelope.number), message)
             return
         tensors = [_MISSING if tensor is None else tensor for tensor in enqueued]
+        if self.compression is not None:  # which values arrive depends on no step
+            tensors = list(map(self.compression.round, tensors))
         if envelope.gradient:
             missing = frozenset(place for place, tensor in enumerate(enqueued) if tensor is None)
             note_missing(learnt, envelope.of[0], missing)

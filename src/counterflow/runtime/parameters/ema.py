@@ -108,26 +108,36 @@ class ExponentialAverage:
                 torch._foreach_copy_(averages, weights)
         self._updates[stage] += 1
 
+    def refuse_missing(self, is_saved: Callable[[str], bool]) -> None:
+        """Refuse averages that lack that of a trained weight.
+
+        Args:
+            is_saved: a weight's name to whether its average is there.
+
+        Raises:
+            ConfigError: one is missing.
+        """
+        for stage in self._averages:
+            for name, parameter in self._updated(stage):
+                if parameter.requires_grad and not is_saved(name):
+                    raise ConfigError(
+                        f"the training state has no average of {name!r}; call ema() after it is loaded"
+                    )
+
     def load(self, average_of: Callable[[str], Tensor | None], updates: int) -> None:
         """Take averages that were saved, also of weights that are frozen by now.
 
         Args:
-            average_of: a weight's name to its whole average, or laid out as the weight.
+            average_of: a weight's name to its whole average, or laid out as the weight; None: a frozen one
+                has none.
             updates: what is in them.
-
-        Raises:
-            ConfigError: that of a trained weight is missing.
         """
         for stage, averages in self._averages.items():
             for name, parameter in self._updated(stage):
                 saved = average_of(name)
-                if saved is None and not parameter.requires_grad:
+                if saved is None:
                     averages.pop(name, None)
                     continue
-                if saved is None:
-                    raise ConfigError(
-                        f"the training state has no average of {name!r}; call ema() after it is loaded"
-                    )
                 if name not in averages:
                     averages[name] = AveragedWeight(parameter, _begun(parameter))
                 averages[name].average.copy_(part_of(saved, parameter))

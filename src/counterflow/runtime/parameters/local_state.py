@@ -7,14 +7,14 @@ model loads it, under other cuts and other meshes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from counterflow.common.tensors.dtensors import full_tensor, is_dtensor, like, part_of
@@ -25,24 +25,26 @@ from ..stages.stage import LocalStage
 from ..transport.base import Transport
 from .ema import WeightEma
 from .extra_state import ExtraState
+from .group_state import FURTHER, common_options, further_state, load_common, scheduler_state
 from .loss_scale import LossScale
 from .names import Names, first_of, matching
 from .optimizers import home_of
 from .parameter_placement import ParameterPlacement
 from .pending_copies import PendingCopies
 from .stage_optimizers import StageOptimizers
+from .state_records import LOSS_SCALE, RESIDUAL, StateName, assembled, refuse_other_ranks
 from .streaming import Stream
 
 _LOG = logging.getLogger(__name__)
 
-LOSS_SCALE = "loss_scale"
-RESIDUAL = "residual"
-"""What workers have lost of a weight's gradient in compressed sums so far, by rank."""
+_OF_GROUP = {"params", "param_names"}
+"""What an optimiser's group has beside options."""
 
-BY_STAGE = "scheduler", "averaged", LOSS_SCALE
-"""The kinds of a training's state that are kept by stage, and not by a weight's name; the loss scale is the
-same for all stages.
-"""
+Load = Callable[[], None]
+"""A function that loads a state which was checked; until it is called, nothing is changed."""
+
+Saved = list[list[tuple[str, nn.Parameter, Any]]]
+"""By group of an optimiser, the name of each parameter, the parameter, and its saved state."""
 
 
 class LocalState:
@@ -138,13 +140,12 @@ class LocalState:
             sends = self._dims.sends_state(me, holders)
             yield from stream.part(list(entries(stage)) if gathers else None, sends=sends)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the weights at hand from a model's state.
+    def prepare_model(self, state: Mapping[str, Any]) -> Load:
+        """Check a model's state, and return the function that takes the weights at hand from it.
 
         Raises:
             ConfigError: a name is missing, a shape differs, or names of one weight have different values.
         """
-        self._copies.order()
         parts = []
         for local_stage in self._stages.values():
             for layer in local_stage.with_weights:
@@ -156,11 +157,16 @@ class LocalState:
                         part[name] = like(value, part_of(saved.to(value.device), value).clone())
                 parts.append((layer, part))
         extra_state = self._extra_state.found_in(state)
-        for layer, part in parts:
-            layer.load_state(part)
-        self._extra_state.load(extra_state)
-        if self._ema.average is not None:
-            self._ema.average.begin()
+
+        def load() -> None:
+            self._copies.order()
+            for layer, part in parts:
+                layer.load_state(part)
+            self._extra_state.load(extra_state)
+            if self._ema.average is not None:
+                self._ema.average.begin()
+
+        return load
 
     def training_state(self) -> dict[str, Any]:
         """State of the optimisers and schedulers at hand: by parameter's name, by stage; on their device."""
@@ -189,10 +195,11 @@ class LocalState:
     def _training_of(self, stage: int) -> Iterator[tuple[Sequence[StateName], Any]]:
         if stage in self._optimizers.by_stage:
             optimizer, names = self._optimizers.by_stage[stage], self._optimizers.names(stage)
-            for group in optimizer.param_groups:
-                options = {
-                    key: _host_copy(value) for key, value in group.items() if not key.startswith("param")
-                }
+            further = further_state(optimizer, self._optimizers.schedulers.get(stage))
+            for group, extra in zip(optimizer.param_groups, further, strict=True):
+                options = {key: _host_copy(value) for key, value in group.items() if key not in _OF_GROUP}
+                if extra:
+                    options[FURTHER] = _host_copy(extra)
                 for parameter in group["params"]:
                     name = names[id(parameter)]
                     yield (StateName("optimizer", name),), options
@@ -207,65 +214,118 @@ class LocalState:
             for name, average in self._ema.average.of(stage).items():
                 yield (StateName("ema", name),), average.laid_out
 
-    def load_training_state(self, state: Mapping[str, Any], *, options: bool = True) -> None:
-        """Take what the optimisers and schedulers at hand keep from a whole training's state.
+    def prepare_training(self, state: Mapping[str, Any], *, options: bool = True) -> Load:
+        """Check a whole training's state, and return the function that takes from it what optimisers and
+        schedulers at hand keep.
 
         Args:
             state: as ``training_state`` gives it.
             options: whether the optimisers' options and the schedulers are taken too.
 
         Raises:
-            ConfigError: a parameter is missing, or a scheduler that fits.
+            ConfigError: a parameter is missing, or a scheduler that fits; or parameters of one group have
+                other options each.
         """
-        self._copies.order()
-        for stage, optimizer in self._optimizers.by_stage.items():
-            names = self._optimizers.names(stage)
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    name = names[id(parameter)]
-                    saved = first_of(state["optimizer"], self._names_of(name))
-                    if saved is None and not parameter.requires_grad:
-                        continue  # other trainers keep nothing of what is not trained
-                    if saved is None:
-                        raise ConfigError(f"the training state has nothing of the optimizer for {name!r}")
-                    if options:
-                        group.update(deepcopy(saved["options"]))
-                    homes = {slot: home_of(slot, optimizer, group, parameter) for slot in saved["state"]}
-                    optimizer.state[parameter] = {
-                        slot: _device_copy(value, parameter, homes[slot])
-                        for slot, value in saved["state"].items()
-                    }
-        for stage, scheduler in self._optimizers.schedulers.items() if options else ():
-            schedule = _schedule(state["scheduler"], stage, scheduler)
-            if schedule is None:
-                groups = len(self._optimizers.by_stage[stage].param_groups)
-                raise ConfigError(
-                    f"the training state has no learning-rate schedule for stage {stage} with its {groups} "
-                    "groups of parameters; load it with "
-                    "the stages it was saved with"
-                )
-            scheduler.load_state_dict(schedule)
-        self._load_average(state)
-        self._load_residuals(state.get(RESIDUAL) or {})
-        if self._loss_scale is not None:
-            scales = [*state.get(LOSS_SCALE, {}).values()]
-            if scales:
+        saved_of = {
+            stage: self._saved_of(stage, optimizer, state["optimizer"])
+            for stage, optimizer in self._optimizers.by_stage.items()
+        }
+        groups = {stage: self._options(stage, saved) for stage, saved in saved_of.items()} if options else {}
+        schedules = {
+            stage: self._schedule(stage, scheduler, state["scheduler"], groups[stage])
+            for stage, scheduler in (self._optimizers.schedulers.items() if options else ())
+        }
+        residuals = state.get(RESIDUAL) or {}
+        self._refuse_other_residuals(residuals)
+        scales = [*state.get(LOSS_SCALE, {}).values()]
+        if scales and self._loss_scale is not None:
+            self._loss_scale.refuse_other(scales[0])
+        average = self._average_in(state)
+
+        def load() -> None:
+            self._copies.order()
+            for stage, saved in saved_of.items():
+                self._load_optimizer(stage, saved, groups.get(stage))
+            for stage, schedule in schedules.items():
+                self._optimizers.schedulers[stage].load_state_dict(schedule)
+            if average is not None and self._ema.average is not None:
+                updates = max(state["averaged"].values(), default=0)
+                self._ema.average.load(lambda name: first_of(average, self._names_of(name)), updates)
+            self._load_residuals(residuals)
+            if scales and self._loss_scale is not None:
                 self._loss_scale.load(scales[0])
-            else:
+            elif self._loss_scale is not None:
                 _LOG.warning(
                     "the training state has no loss scale: it goes on with %g", self._loss_scale.scale
                 )
+
+        return load
+
+    def _saved_of(self, stage: int, optimizer: Optimizer, states: Mapping[str, Any]) -> Saved:
+        names = self._optimizers.names(stage)
+        by_group: Saved = []
+        for group in optimizer.param_groups:
+            by_group.append([])
+            for parameter in group["params"]:
+                name = names[id(parameter)]
+                saved = first_of(states, self._names_of(name))
+                if saved is not None:
+                    by_group[-1].append((name, parameter, saved))
+                elif parameter.requires_grad:  # other trainers keep nothing of what is not trained
+                    raise ConfigError(f"the training state has nothing of the optimizer for {name!r}")
+        return by_group
+
+    def _options(self, stage: int, saved: Saved) -> list[Mapping[str, Any]]:
+        groups = self._optimizers.by_stage[stage].param_groups
+        return [
+            common_options({name: state["options"] for name, _, state in of_group}) if of_group else group
+            for group, of_group in zip(groups, saved, strict=True)
+        ]
+
+    def _schedule(
+        self,
+        stage: int,
+        scheduler: LRScheduler,
+        states: Mapping[int, dict[str, Any]],
+        options: Sequence[Mapping[str, Any]],
+    ) -> dict[str, Any]:
+        schedule = scheduler_state(states, stage, scheduler, options)
+        if schedule is None:
+            raise ConfigError(
+                f"the training state has no learning-rate schedule for stage {stage} with its {len(options)} "
+                "groups of parameters; load it with the stages it was saved with"
+            )
+        return schedule
+
+    def _load_optimizer(self, stage: int, saved: Saved, options: Sequence[Mapping[str, Any]] | None) -> None:
+        optimizer = self._optimizers.by_stage[stage]
+        for number, (group, of_group) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
+            if options is not None and of_group:
+                group.update(deepcopy({k: v for k, v in options[number].items() if k != FURTHER}))
+                load_common(optimizer, options[number].get(FURTHER, {}))
+            for _, parameter, state in of_group:
+                homes = {slot: home_of(slot, optimizer, group, parameter) for slot in state["state"]}
+                optimizer.state[parameter] = {
+                    slot: _device_copy(value, parameter, homes[slot])
+                    for slot, value in state["state"].items()
+                }
+
+    def _refuse_other_residuals(self, residuals: Mapping[str, Mapping[str, Tensor]]) -> None:
+        for gradients in self._placement.all_gradients():
+            for name in gradients.residuals:
+                by_rank = first_of(residuals, self._names_of(name))
+                if by_rank:
+                    refuse_other_ranks(name, by_rank, gradients.ranks, str(self._transport.rank))
 
     def _load_residuals(self, residuals: Mapping[str, Mapping[str, Tensor]]) -> None:
         rank, compressed = str(self._transport.rank), False
         for gradients in self._placement.all_gradients():
             for name, residual in gradients.residuals.items():
                 compressed = True
-                by_rank = first_of(residuals, self._names_of(name)) or {}
-                if residuals:
-                    refuse_other_ranks(name, by_rank, gradients.ranks, rank)
+                by_rank = first_of(residuals, self._names_of(name))
+                if by_rank:
                     residual.copy_(by_rank[rank])
-                else:
+                else:  # as of a weight that was frozen
                     residual.zero_()
         if residuals and not compressed:
             _LOG.warning(
@@ -278,23 +338,20 @@ class LocalState:
     def _names_of(self, first: str) -> tuple[str, ...]:
         return first, *self._aliases.get(first, ())
 
-    def _load_average(self, state: Mapping[str, Any]) -> None:
-        average = state.get("ema")
+    def _average_in(self, state: Mapping[str, Any]) -> Mapping[str, Tensor] | None:
+        average: Mapping[str, Tensor] | None = state.get("ema")
         if self._ema.average is None:
             if average is not None:
                 _LOG.warning(
                     "the training state has an average of the weights, and it is not taken: call ema(decay) "
                     "before the state is loaded"
                 )
-            return
+            return None
         if average is None and self._ema.average.nbytes:
             _LOG.warning("the training state has no average of the weights: it begins with those loaded")
-        if average is None:
-            return
-        self._ema.average.load(
-            lambda name: first_of(average, self._names_of(name)),
-            max(state["averaged"].values(), default=0),
-        )
+        if average is not None:
+            self._ema.average.refuse_missing(lambda name: first_of(average, self._names_of(name)) is not None)
+        return average
 
 
 def _tied_names(names: Names, aliases: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
@@ -304,104 +361,6 @@ def _tied_names(names: Names, aliases: Mapping[str, Sequence[str]]) -> dict[str,
         for name, first in of_stage:
             by_first.setdefault(first, {first}).add(name)
     return {name: sorted(same - {name}) for same in by_first.values() if len(same) > 1 for name in same}
-
-
-def refuse_other_ranks(name: str, saved: Iterable[str], holders: Iterable[int], rank: str) -> None:
-    """Refuse residuals of a weight that other workers hold than those that saved them.
-
-    Args:
-        name: the weight's.
-        saved: ranks of the residuals.
-        holders: ranks that hold the weight.
-        rank: this worker's.
-
-    Raises:
-        ConfigError: there is none of this rank, or one of a rank that does not hold the weight.
-    """
-    ranks, holders = sorted(map(int, saved)), sorted(holders)
-    if int(rank) not in ranks or not {*ranks} <= {*holders}:
-        raise ConfigError(
-            f"the training state has residuals of {name!r} of ranks {ranks}, and ranks {holders} sum its "
-            "gradient here; load it with the scheme, workers and replicas it was saved with, or leave out "
-            "gradient_compression"
-        )
-
-
-def _schedule(
-    states: Mapping[int, dict[str, Any]], stage: int, scheduler: LRScheduler
-) -> dict[str, Any] | None:
-    """A scheduler's state: the stage's, or any stage's if the cuts differ, for the current learning rates.
-
-    The optimiser's groups already have their options, which contain the learning rates.
-    """
-    current, groups = scheduler.state_dict(), scheduler.optimizer.param_groups
-    here = [state for number, state in states.items() if number == stage]
-    for state in (*here, *states.values()):
-        fitting = deepcopy(state)
-        if fitting.keys() == {"last_epoch"}:  # of another system; a function of the step needs no more
-            fitting = current | fitting | {"_step_count": fitting["last_epoch"] + 1}
-        if "base_lrs" in fitting and all("initial_lr" in group for group in groups):
-            fitting["base_lrs"] = [group["initial_lr"] for group in groups]
-            fitting["_last_lr"] = [group["lr"] for group in groups]
-        if not any(fitting.get("lr_lambdas", ())):  # functions are not in the state
-            fitting |= {key: current[key] for key in ("lr_lambdas",) if key in current}
-        lists = [key for key, value in current.items() if isinstance(value, list)]
-        if fitting.keys() == current.keys() and all(len(fitting[key]) == len(current[key]) for key in lists):
-            return fitting
-    return None
-
-
-@dataclass(frozen=True, eq=False)
-class ParameterState:
-    """Optimiser state of one parameter; ``saved["state"]`` reads as ``saved.state``.
-
-    It is no dict, so ``torch.distributed.checkpoint`` reads it whole into a new optimiser, which has no
-    tensors yet that a dict's could be read into.
-
-    Attributes:
-        state: by the optimiser's slot.
-        options: those of the parameter's group.
-    """
-
-    state: dict[str, Any]
-    options: dict[str, Any]
-
-    def __getitem__(self, name: str) -> dict[str, Any]:
-        fields: dict[str, Any] = {"state": self.state, "options": self.options}[name]
-        return fields
-
-
-torch.serialization.add_safe_globals([ParameterState])  # torch.load reads it with weights_only=True
-
-
-class StateName(NamedTuple):
-    """Name of a value of the optimiser for a weight (a slot, or its options), or of other state of a weight
-    or stage.
-
-    Attributes:
-        kind: ``optimizer``, ``ema``, ``model`` or ``RESIDUAL`` of a weight, one of ``BY_STAGE`` of a stage.
-        of: the weight's name, or the stage.
-        slot: the optimiser's, or a residual's rank; None: its options, or another kind.
-    """
-
-    kind: str
-    of: str | int
-    slot: str | None = None
-
-
-def assembled(entries: Iterable[tuple[StateName, Any]]) -> dict[str, Any]:
-    """A training's state of its entries, in which an optimiser's options come before what it keeps."""
-    state: dict[str, Any] = {"optimizer": {}, "scheduler": {}}
-    for key, value in entries:
-        if key.kind == RESIDUAL:
-            state.setdefault(RESIDUAL, {}).setdefault(key.of, {})[key.slot] = value
-        elif key.kind != "optimizer":
-            state.setdefault(key.kind, {})[key.of] = value
-        elif key.slot is None:
-            state["optimizer"][key.of] = {"state": {}, "options": value}
-        else:
-            state["optimizer"][key.of]["state"][key.slot] = value
-    return state
 
 
 def _host_copy(value: Any) -> Any:

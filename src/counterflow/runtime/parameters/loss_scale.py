@@ -61,10 +61,14 @@ class LossScale:
         return {"scale": self.scale, "growth_tracker": self.steady_updates}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Resume with what ``state`` returned.
+        """Resume with what ``state`` returned."""
+        self.scale, self.steady_updates = float(state["scale"]), state["growth_tracker"]
+
+    def refuse_other(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state that ``state`` did not return.
 
         Raises:
-            ConfigError: it is no such state.
+            ConfigError: it is one.
         """
         scale, updates = state.get("scale"), state.get("growth_tracker")
         if (
@@ -76,4 +80,3 @@ class LossScale:
                 f"the training state has a loss scale of {scale!r} after {updates!r} updates; the scale must "
                 "be a power of 2 from 2**-126 to 2**127, and the updates a count"
             )
-        self.scale, self.steady_updates = float(scale), updates

@@ -22,6 +22,7 @@ from counterflow.errors import ConfigError
 
 from ..stages.randomness import RandomStreams
 from ..transport.base import Transport
+from .group_state import has_entry_by_group
 from .optimizers import MakeOptimizer, MakeScheduler, Parameters
 
 _FOR_SPEED: Final = {"fused", "foreach", "capturable", "differentiable"}
@@ -56,7 +57,7 @@ class Recipe(NamedTuple):
         if scheduler is not None:
             options["scheduler"] = source_of_name(type(scheduler))
             state = {k: v for k, v in vars(scheduler).items() if k not in _OF_GROUPS and k != "optimizer"}
-            by_group = {k: v for k, v in state.items() if isinstance(v, list) and len(v) == len(groups)}
+            by_group = {k: v for k, v in state.items() if has_entry_by_group(k, v, len(groups))}
             options |= _of_scheduler({k: v for k, v in state.items() if k not in by_group})
             groups = [
                 _of_scheduler({k: v[number] for k, v in by_group.items()}) | group

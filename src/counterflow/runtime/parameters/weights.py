@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from counterflow.common.tensors.dtensors import local
+from counterflow.common.tensors.optimizer_state import state_tensors
 from counterflow.errors import ConfigError
 from counterflow.program.actions import StartSync, Summed, SyncAction, WaitSync
 
@@ -349,8 +350,7 @@ class Weights:
     def optimizer_tensors(self) -> Iterator[Tensor]:
         """States of the optimisers."""
         for optimizer in self.optimizers.values():
-            states = (value for state in optimizer.state.values() for value in state.values())
-            yield from (local(value) for value in states if isinstance(value, Tensor))
+            yield from map(local, state_tensors(optimizer))
 
     def held_bytes(self) -> int:
         """Bytes of all versions of the weights, buffers, gradients and optimiser state on this worker."""
