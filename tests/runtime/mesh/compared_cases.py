@@ -89,15 +89,20 @@ class Biased(Experts):
 
 
 class Dropping(nn.Module):
-    """Divided features, of which some are dropped in training, by as much as an attribute says."""
+    """Divided features, of which some are dropped in training; it counts its calls."""
 
     tensor_parallel_plan: ClassVar = {"inputs": "colwise", "outputs": "rowwise"}
+    calls: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.inputs, self.outputs, self.scale = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), 1.0
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.counts = [0]
 
     def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.counts[0] += 1
         hidden = functional.dropout(self.inputs(x), 0.5, self.training)
         added: Tensor = x + self.scale * self.outputs(hidden)
         return added
@@ -130,5 +135,7 @@ def right() -> list[str]:
     logging.getLogger("counterflow").addHandler(handler)
     for layer in (Biased("bias"), Routed(Experts()), Routed(Counted())):
         run(layer, cf.MeshDegrees(dp_shard=2, ep=2))
-    run(Dropping(), cf.MeshDegrees(tp=2))
+    dropping = Dropping()
+    run(dropping, cf.MeshDegrees(tp=2))
+    assert (dropping.calls.item(), dropping.counts[0]) == (6, 6), (dropping.calls, dropping.counts)
     return warnings

@@ -20,11 +20,13 @@ from counterflow.api.aux_loss import collecting
 from counterflow.api.carry import Carry
 from counterflow.common.doubling import is_doubling
 from counterflow.common.tensors.dtensors import is_dtensor
+from counterflow.common.tensors.torch_private import buffers_of
 from counterflow.common.tensors.unknown_values import values_unknown
 from counterflow.common.trees import dimensional
 from counterflow.errors import ConfigError
 from counterflow.verification.diagnosis.sequence_parts import are_near
 
+from ..stages.attributes import restored_attributes
 from ..stages.input_guard import copied
 
 _LOG = logging.getLogger(__name__)
@@ -108,16 +110,26 @@ class ComparedForward(ABC):
 
 @contextmanager
 def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Context in which a module and its children are in evaluation mode, and draws change no state."""
-    modes = [(submodule, submodule.training) for submodule in module.modules()]
-    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
-        for submodule, _ in modes:
+    """Context in which a module and its children are in evaluation mode, and after which draws, attributes
+    and buffers are as before.
+    """
+    modules = [*module.modules()]
+    modes = [(submodule, submodule.training) for submodule in modules]
+    tables = [(buffers_of(submodule), dict(buffers_of(submodule))) for submodule in modules]
+    with (
+        torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type),
+        restored_attributes(modules),
+    ):
+        for (table, buffers), (submodule, _) in zip(tables, modes, strict=True):
             submodule.training = False
+            table.update({name: b if b is None or b.is_meta else b.clone() for name, b in buffers.items()})
         try:
             yield
         finally:
-            for submodule, mode in modes:
+            for (table, buffers), (submodule, mode) in zip(tables, modes, strict=True):
                 submodule.training = mode
+                table.clear()
+                table.update(buffers)
 
 
 def _is_comparable(arguments: Any) -> bool:

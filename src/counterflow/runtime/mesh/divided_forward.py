@@ -15,7 +15,7 @@ from torch import nn
 from typing_extensions import override
 
 from counterflow.common.tensors.dtensors import full_tensor
-from counterflow.common.tensors.torch_private import children_of, parameters_of
+from counterflow.common.tensors.torch_private import buffers_of, children_of, parameters_of
 
 from .compared_forward import ComparedForward
 
@@ -73,8 +73,14 @@ class DividedForward(ComparedForward):
         return table[name]
 
     def _refresh(self) -> None:
-        """Give copies the attributes that their modules have now, such as the mode of evaluation."""
+        """Give copies the attributes that their modules have now, and buffers of their own."""
         for module, shallow in self._copies:
+            buffers_of(shallow).update(
+                {
+                    name: None if buffer is None else buffer.clone()
+                    for name, buffer in buffers_of(module).items()
+                }
+            )
             for name, value in vars(module).items():
                 is_table = name.startswith("_") and isinstance(value, dict)
                 if name != "forward" and not is_table:
