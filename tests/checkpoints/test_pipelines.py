@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import resource
 from functools import partial
@@ -16,6 +18,7 @@ from torch.distributed.checkpoint import state_dict_loader as dcp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 import counterflow as cf
+from counterflow.checkpoints.index import INDEX
 from counterflow.checkpoints.reader import Checkpoint
 from counterflow.checkpoints.saver import Saver
 from counterflow.errors import ConfigError, CounterflowError
@@ -322,6 +325,56 @@ def test_a_limit_on_files_leaves_the_checkpoints_before(tmp_path: Path) -> None:
     run(work, workers=1)
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-0"]
     assert cf.load_weights(tmp_path)
+
+
+def gone_back(root: str, keep_last: int | None, start: int, *, other_version: bool) -> dict[str, Any]:
+    """Trains to step 4 with a checkpoint of each step, then from ``start`` to step 2 otherwise."""
+    before, after, resumed = (
+        cf.Pipeline(model(), loss, cf.schemes.gpipe(1, 4), optimizer=adamw, seed=number)
+        for number in range(3)
+    )
+    for _ in range(4):
+        before.step(*torch.ones(2, 8, 4, dtype=torch.float64))
+        cf.save_checkpoint(before, root)
+    if other_version:
+        path = Path(root) / "step-4" / INDEX
+        data = json.loads(path.read_bytes())["checkpoint"] | {"format_version": 5}
+        text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        path.write_text(json.dumps({"digest": digest, "checkpoint": data}))
+    if start:
+        cf.load_checkpoint(after, f"{root}/step-{start}")
+    while after.steps < 2:
+        after.step(*torch.zeros(2, 8, 4, dtype=torch.float64))
+        path = cf.save_checkpoint(after, root, keep_last=keep_last)
+        assert (path / INDEX).exists()
+    if not other_version:
+        assert cf.load_checkpoint(resumed, root) == 2
+    return {
+        "names": sorted(entry.name for entry in Path(root).iterdir()),
+        "after": after.model_state_dict(),
+        "resumed": resumed.model_state_dict(),
+    }
+
+
+@pytest.mark.parametrize("start", [0, 1])
+@pytest.mark.parametrize(
+    ("keep_last", "remaining"), [(None, ["step-1", "step-2"]), (2, ["step-1", "step-2"]), (1, ["step-2"])]
+)
+def test_going_back_abandons_later_checkpoints(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, keep_last: int | None, remaining: list[str], start: int
+) -> None:
+    """In a program that resumes from an earlier checkpoint, or starts again in its folder."""
+    [result] = run(partial(gone_back, str(tmp_path), keep_last, start, other_version=False), workers=1)
+    abandoned = [f"abandoned-step-{step}" for step in range(2 if not start else 3, 5)]
+    assert result["names"] == [*abandoned, *remaining]
+    torch.testing.assert_close(result["resumed"], result["after"], rtol=0, atol=0)
+    assert any(f"step-4 is of later steps than step {start + 1}" in line for line in caplog.messages)
+
+
+def test_a_later_checkpoint_of_another_version_takes_no_place(tmp_path: Path) -> None:
+    [result] = run(partial(gone_back, str(tmp_path), 1, 1, other_version=True), workers=1)
+    assert result["names"] == ["abandoned-step-3", "step-2", "step-4"]
 
 
 def one_that_thaws(root: str) -> list[set[str]]:

@@ -17,7 +17,8 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint of a pipeline, and wait until it is on the disk; all workers call it.
 
-    Mini-batches in flight are flushed first. ``counterflow.checkpoints.Saver`` does not wait.
+    Mini-batches in flight are flushed first. Checkpoints of later steps are renamed to ``abandoned-step-N``,
+    with a warning. ``counterflow.checkpoints.Saver`` does not wait.
 
     Args:
         pipeline: pipeline to save.

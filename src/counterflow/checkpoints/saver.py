@@ -6,7 +6,8 @@ agrees, by one small gather, on whether all have written; then rank 0 writes the
 name. No worker waits in a collective for a disk, so a write may take longer than any timeout.
 
 Invariant: a folder ``step-N`` exists complete or not at all. A failure (a full disk, a lost mount) leaves no
-draft and touches no other checkpoint; it is reported, and training may continue.
+draft and touches no other checkpoint; it is reported, and training may continue. A complete checkpoint is the
+last one: those of later steps, which the training has gone back behind, are renamed.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from counterflow.errors import ConfigError, CounterflowError
 from counterflow.runtime.pipeline import Pipeline
 
 from . import files
+from .exclusion import set_aside, set_aside_after
 from .host_copies import HostCopies
-from .index import INDEX, Index, Written, complete, draft_of, name_of, put_aside, remove_drafts
+from .index import INDEX, Index, Written, complete, draft_of, name_of, remove_drafts
 from .reader import damage
 from .renames import put
 from .state_tables import at_hand, changing_in_forward, file_of, first_names, name_in_file
@@ -293,20 +295,21 @@ class Saver:
         self._check(draft)
         put(draft, folder)
         files.settle(self.root)
-        self._remove_old()
+        set_aside_after(self.root, step)
+        self._remove_old(folder)
 
-    def _remove_old(self) -> None:
+    def _remove_old(self, last: Path) -> None:
         if self.keep_last is None:
             return
         checkpoints = []
         for path in complete(self.root):
             problem = damage(path)
             if problem:  # it does not count in place of a whole one
-                put_aside(path)
-                _LOG.warning("%s; it is renamed to damaged-%s", problem, path.name)
+                set_aside(path, problem)
             else:
                 checkpoints.append(path)
-        remaining = set(checkpoints[-self.keep_last :])
+        # Those of another version and of later steps still have their names, and do not count in its place.
+        remaining = {last, *checkpoints[-self.keep_last :]}
         if self.keep_best:
             losses = {path: self._loss(path) for path in checkpoints}
             best = min(checkpoints, key=lambda path: losses[path])

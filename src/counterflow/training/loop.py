@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from counterflow.checkpoints.exclusion import set_aside_after
 from counterflow.checkpoints.index import CHECKPOINT, complete
 from counterflow.checkpoints.memory_copies import MemoryCopies
 from counterflow.checkpoints.saver import PATIENCE_SECONDS, Saver
@@ -31,7 +32,7 @@ from .config import RunConfig
 from .folder import METRICS, RunFolder
 from .job import Job, prepare
 from .live import Live
-from .resuming import DATA, read, set_aside_after
+from .resuming import DATA, history, read
 from .run_recorder import RunRecorder, Watch
 from .sections.keys import AUTO
 from .source import AVERAGED
@@ -154,7 +155,7 @@ class Trainer:
         )
         self.recorder.begin(point, attempt, tells=point is not None or job.first_step < planned)
         if not transport.rank:
-            set_aside_after(self.checkpoints, job.first_step)
+            set_aside_after(self.checkpoints, job.first_step, verify=history)
         self.saver = Saver(
             self.pipeline,
             self.checkpoints,

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from counterflow.capture.model_layers import layers_of, state_names
-from counterflow.checkpoints.index import CHECKPOINT, DamagedError, abandon, complete, put_aside
+from counterflow.checkpoints.exclusion import set_aside, set_aside_after
+from counterflow.checkpoints.index import CHECKPOINT, DamagedError, complete
 from counterflow.checkpoints.reader import Checkpoint
 from counterflow.checkpoints.state_tables import MODEL
 from counterflow.common import toml
@@ -99,42 +100,12 @@ def verify_start(start: Checkpoint, transport: Transport) -> Checkpoint | None:
     except DamagedError as error:
         last = None
         if transport.rank == 0:
-            _set_aside(start.path, error.problem)
-            set_aside_after(start.path.parent, start.step)
+            set_aside(start.path, error.problem)
+            set_aside_after(start.path.parent, start.step, verify=history)
             last = _last(start.path.parent)
         path = transport.gather_objects(last and str(last.path))[0]
         return None if path is None else Checkpoint.load(Path(str(path)), _AUTO)
     return start
-
-
-def set_aside_after(root: Path, step: int) -> None:
-    """Rename checkpoints of later steps than the one from which a run resumes, so they do not count.
-
-    They are damaged, or of a training that the run goes back behind: they would be the last ones, and the
-    best ones, in place of those of this run. Only the single writer of the folder may call it, while nobody
-    reads.
-    """
-    for folder in complete(root):
-        if int(folder.name.partition("step-")[2].partition(".")[0]) <= step:
-            continue
-        try:
-            _checked(folder)
-        except DamagedError as error:
-            _set_aside(folder, error.problem)
-        except ConfigError:  # another version
-            pass
-        else:
-            problem = f"{folder} is of later steps than step {step}, from which this run goes on"
-            _set_aside(folder, problem, abandon)
-
-
-def _set_aside(folder: Path, problem: str, rename: Callable[[Path], Path] = put_aside) -> None:
-    try:
-        name = rename(folder).name
-    except OSError as error:
-        _LOG.warning("%s; it cannot be renamed: %s", problem, error.strerror)
-    else:
-        _LOG.warning("%s; it is renamed to %s", problem, name)
 
 
 def read(start: Checkpoint, pipeline: Pipeline, *, auto: bool) -> None:
@@ -155,7 +126,7 @@ def read(start: Checkpoint, pipeline: Pipeline, *, auto: bool) -> None:
         if not auto:
             raise
         if pipeline.transport.rank == 0:
-            _set_aside(start.path, error.problem)
+            set_aside(start.path, error.problem)
         raise WorkerError(
             f"{error.problem}; it is renamed to damaged-{start.path.name}: run the same command to resume "
             "from the one before"
