@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from counterflow.common.tensors.dtensors import is_dtensor
+from counterflow.common.tensors.dtypes import sum_dtype
 from counterflow.errors import ConfigError
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.state_format import (
@@ -158,18 +159,20 @@ def wanted(
         ConfigError: the checkpoint lacks something, or a shape differs.
     """
     entries, first, stored = dict(_entries(pipeline)), first_names(pipeline), dict[StateName, str]()
+    frozen = _frozen(pipeline)
     for key in (*index.tensors, *index.objects):
         kind, of, slot = state_name(key)
         for name in (str(of), *index.aliases.get(str(of), ())) if training or kind == MODEL else ():
             entry = StateName(kind, first.get(name, name), slot)
-            if kind in BY_STAGE or entry in entries or entry._replace(slot=None) in entries:
+            known = entry in entries or entry._replace(slot=None) in entries or entry in frozen
+            if kind in BY_STAGE or known:
                 stored[entry] = key
     if training:
         _refuse_other_residuals(pipeline, entries, stored, index)
     averaged = any(key.startswith(f"{AVERAGE}/") for key in index.tensors)
     needed = {MODEL, OPTIMIZER, *([AVERAGE] if averaged else [])} if training else {MODEL}
     for entry in entries:
-        if entry.kind in needed and entry.slot is None and entry not in stored:
+        if entry.kind in needed and entry.slot is None and entry not in stored and entry not in frozen:
             raise ConfigError(
                 f"{place}: has no {_WHAT.get(entry.kind, '')}{entry.of!r}; load it into the model that it "
                 "was made of, with the same optimiser"
@@ -178,7 +181,8 @@ def wanted(
     for entry, key in stored.items():
         if key in index.tensors:
             weight = index.tensors.get(f"{MODEL}/{state_name(key).of}")
-            like = entries[entry if entry.slot is None else StateName(MODEL, entry.of)]
+            template = entry if entry.slot is None and entry in entries else StateName(MODEL, entry.of)
+            like = entries[template]
             tensors[key_of(entry)] = _empty(entry, index.tensors[key], weight, like, place)
     keys = {key_of(entry): key for entry, key in stored.items()}
     dtypes = Counter(
@@ -195,6 +199,19 @@ def wanted(
                 pipeline_dtype,
             )
     return tensors, keys
+
+
+def _frozen(pipeline: Pipeline) -> set[StateName]:
+    # State that a frozen weight may have, from when it was trained, or not: load_state_dict takes both.
+    weights = pipeline.weights
+    kinds = (OPTIMIZER,) if weights.average is None else (OPTIMIZER, AVERAGE)
+    return {
+        StateName(kind, name)
+        for gradients in weights.placement.all_gradients()
+        for name, parameter in gradients.parameters.items()
+        if not parameter.requires_grad and (weights.owners is None or weights.owners.owned_here(name))
+        for kind in kinds
+    }
 
 
 def tied_keys(pipeline: Pipeline, index: Index) -> Iterator[tuple[str, str]]:
@@ -237,6 +254,7 @@ def _empty(entry: StateName, stored: Stored, weight: Stored | None, like: Tensor
             "into the model that it was made of"
         )
     dtype = torch.float32 if entry.kind == RESIDUAL else like.dtype
+    dtype = sum_dtype(dtype) if entry.kind == AVERAGE else dtype
     if entry.kind == OPTIMIZER:
         stored_dtype = dtype_of(stored, place)
         follows = weight is not None and stored.dtype == weight.dtype and stored_dtype.is_floating_point

@@ -299,10 +299,17 @@ def _choose(pipeline: Pipeline, layers_frozen: str) -> None:
     ],
     ids=["dapple", "sharded", "last-layer"],
 )
-@pytest.mark.parametrize("resume_at", [None, 2, 6])
+@pytest.mark.parametrize(
+    ("resume_at", "way"), [(None, "state"), (2, "state"), (6, "state"), (6, "checkpoint")]
+)
 @pytest.mark.parametrize("frozen_first", [False, True])
-def test_frozen_weights_go_on_in_their_averages(
-    schedule: Schedule, options: dict[str, Any], resume_at: int | None, frozen_first: bool
+def test_frozen_weights_go_on_in_their_averages(  # noqa: PLR0917
+    schedule: Schedule,
+    options: dict[str, Any],
+    resume_at: int | None,
+    way: str,
+    frozen_first: bool,
+    tmp_path: Path,
 ) -> None:
     """As in ``AveragedModel``: what is frozen later nears the weight, and a resumed run keeps that."""
     freezing = ("7.", *FREEZING) if frozen_first else FREEZING
@@ -318,7 +325,10 @@ def test_frozen_weights_go_on_in_their_averages(
         for step, layers_frozen in enumerate(freezing):
             if step == resume_at:
                 resumed = made(step)
-                resumed.load_state_dict(pipeline.state_dict())
+                if way == "checkpoint":
+                    load_checkpoint(resumed, save_checkpoint(pipeline, tmp_path))
+                else:
+                    resumed.load_state_dict(pipeline.state_dict())
                 pipeline = resumed
             _choose(pipeline, layers_frozen)
             pipeline.step(*batch(step))
@@ -338,6 +348,68 @@ def test_frozen_weights_go_on_in_their_averages(
             expected.update_parameters(model)
             for name, value in expected.module.state_dict().items():
                 torch.testing.assert_close(averages[name], value, msg=f"{name}, step {step}")
+
+
+def of_trained(parameters: Any) -> torch.optim.Optimizer:
+    return adam([parameter for parameter in parameters if parameter.requires_grad])
+
+
+def frozen_later(way: str, folder: Path, optimizer: Any) -> tuple[Any, Any]:
+    """Averages of a run whose first layer is frozen when it begins, and of one that resumes it and freezes
+    that layer after the pipeline is made and its average begins.
+    """
+    models = [nn.Sequential(*layers()) for _ in range(2)]
+    models[0][0].requires_grad_(False)
+    pipeline, resumed = (
+        Pipeline(model, nn.MSELoss(), schemes.dapple(2, 4), optimizer=optimizer) for model in models
+    )
+    for each in (pipeline, resumed):
+        each.ema(DECAY)
+    _choose(resumed, "0.")
+    pipeline.step(*batch(0))
+    if way == "checkpoint":
+        load_checkpoint(resumed, save_checkpoint(pipeline, folder))
+    else:
+        resumed.load_state_dict(pipeline.state_dict())
+    for each in (pipeline, resumed):
+        each.step(*batch(1))
+    return pipeline.model_state_dict(ema=True), resumed.model_state_dict(ema=True)
+
+
+@pytest.mark.parametrize("optimizer", [adam, of_trained])
+@pytest.mark.parametrize("way", ["state", "checkpoint"])
+def test_weights_that_are_frozen_before_a_load_need_no_state(
+    way: str, optimizer: Callable[[Any], torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    rows = launch(frozen_later, way, tmp_path, optimizer, workers=2, transport="local", timeout_seconds=60)
+    for expected, averages in rows:
+        torch.testing.assert_close(averages, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("way", ["state", "checkpoint"])
+def test_an_average_of_a_weight_that_is_frozen_keeps_its_precision(way: str, tmp_path: Path) -> None:
+    def work() -> list[Tensor]:
+        pipeline, resumed = (
+            Pipeline(
+                [nn.Linear(6, 6, dtype=torch.bfloat16)], nn.MSELoss(), schemes.gpipe(1, 4), optimizer=adam
+            )
+            for _ in range(2)
+        )
+        pipeline.ema(DECAY)
+        for number in range(3):
+            pipeline.step(*(part.bfloat16() for part in batch(number)))
+        _choose(resumed, "0.")
+        resumed.ema(DECAY)  # has no average of it before the load
+        if way == "checkpoint":
+            load_checkpoint(resumed, save_checkpoint(pipeline, tmp_path))
+        else:
+            resumed.load_state_dict(pipeline.state_dict())
+        return [each.state_dict()["ema"]["0.weight"] for each in (pipeline, resumed)]
+
+    [[expected, average]] = launch(work, workers=1, transport="local", timeout_seconds=60)
+    assert expected.dtype == torch.float32
+    assert not torch.equal(expected, expected.bfloat16().float())
+    assert torch.equal(average, expected)
 
 
 @pytest.mark.parametrize(
