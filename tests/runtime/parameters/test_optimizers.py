@@ -406,3 +406,84 @@ def test_a_stage_that_is_unfrozen_has_one_too() -> None:
 
     with pytest.raises(ConfigError, match="a GlobalNorm, updates a weight otherwise"):
         run(work)
+
+
+def warmed_up(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """Writes into a learning rate that is a tensor, first when it is made."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 4)
+
+
+def decayed(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+def two_groups(parameters: Any, rate: Tensor) -> torch.optim.Optimizer:
+    """Both groups have one tensor; a stage may have one of them."""
+    groups = [{"params": [p for p in parameters if p.dim() == dims], "lr": rate} for dims in (1, 2)]
+    return torch.optim.Adam([group for group in groups if group["params"]], lr=rate)
+
+
+def trained_by_hand(make: Any, scheduler: Any, by_hand: float | None) -> tuple[dict[str, Tensor], Tensor]:
+    model, rate = nn.Sequential(*linears()), torch.tensor(0.05)
+    optimizer = make(list(model.parameters()), rate)
+    schedule = scheduler and scheduler(optimizer)
+    for step in range(4):
+        if step == 2 and by_hand is not None:
+            rate.fill_(by_hand)
+        inputs, targets = numbers(step)
+        optimizer.zero_grad()
+        mean_square(model(inputs), targets).mean().backward()
+        optimizer.step()
+        if schedule:
+            schedule.step()
+    return model.state_dict(), rate
+
+
+@pytest.mark.parametrize("make", [two_groups, lambda parameters, rate: torch.optim.Adam(parameters, lr=rate)])
+@pytest.mark.parametrize(
+    ("scheduler", "by_hand"), [(warmed_up, None), (decayed, None), (None, 0.01), (decayed, 0.01)]
+)
+@pytest.mark.parametrize(
+    "schedule", [schemes.zb_v(2, 4), schemes.interleaved(2, 4, chunks=2), schemes.chimera(2, 4)], ids=str
+)
+def test_stages_share_no_tensor_of_a_learning_rate(
+    schedule: Schedule, scheduler: Any, by_hand: float | None, make: Any
+) -> None:
+    """The user's tensor keeps its value, and what he writes into it counts for all stages."""
+
+    def work() -> tuple[dict[str, Tensor], float]:
+        rate = torch.tensor(0.05)
+        pipeline = Pipeline(
+            nn.Sequential(*linears()),
+            mean_square,
+            schedule,
+            optimizer=lambda parameters: make(parameters, rate),
+            scheduler=scheduler,
+        )
+        for step in range(4):
+            if step == 2 and by_hand is not None:
+                rate.fill_(by_hand)
+            pipeline.step(*numbers(step))
+        return pipeline.model_state_dict(), float(rate)
+
+    expected, _ = trained_by_hand(make, scheduler, by_hand)
+    for weights, rate in run(work, workers=2):
+        torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-12)
+        assert rate == pytest.approx(0.05 if by_hand is None else by_hand)
+
+
+def test_what_is_written_into_a_tensor_of_options_is_saved() -> None:
+    def work() -> tuple[float, list[Tensor]]:
+        rate = torch.tensor(0.05)
+        pipeline = Pipeline(
+            linears(),
+            mean_square,
+            schemes.zb_v(2, 4),
+            optimizer=lambda parameters: torch.optim.Adam(parameters, lr=rate),
+        )
+        rate.fill_(0.01)
+        saved = pipeline.state_dict()["optimizer"]
+        return float(rate), [slots["options"]["lr"] for slots in saved.values()]
+
+    for rate, saved in run(work, workers=2):
+        assert [float(option) for option in saved] == [rate] * 8

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -17,6 +18,7 @@ from .optimizers import MakeOptimizer, MakeScheduler, optimizer_of, refuse_other
 from .parameter_placement import ParameterPlacement
 from .recipes import Recipes
 from .sharded_updates import Owners
+from .tensor_options import TensorOptions
 
 
 class StageOptimizers:
@@ -32,7 +34,6 @@ class StageOptimizers:
         transport: transport to the other workers.
 
     Attributes:
-        by_stage: optimisers of the stages with parameters.
         schedulers: schedulers by stage.
 
     Raises:
@@ -51,7 +52,8 @@ class StageOptimizers:
         transport: Transport,
     ) -> None:
         self._placement, self.owners, self._streams = placement, owners, streams
-        self.by_stage: dict[int, Optimizer] = {}
+        self._by_stage: dict[int, Optimizer] = {}
+        self._tensor_options: dict[int, TensorOptions] = {}
         self.schedulers: dict[int, LRScheduler] = {}
         sharded = owners is not None
         self._probe = OptimizerProbe(optimizer, streams, transport, sharded=sharded)
@@ -59,12 +61,26 @@ class StageOptimizers:
             parameters = self.parameters(stage)
             of_stage = optimizer_of(stage, optimizer, parameters) if parameters else None
             if of_stage is not None:
-                self.by_stage[stage] = of_stage
+                self._by_stage[stage] = of_stage
+                self._tensor_options[stage] = TensorOptions(of_stage)
                 if scheduler is not None:
                     self.schedulers[stage] = scheduler_of(stage, scheduler, of_stage)
-        recipes = Recipes(optimizer, scheduler, streams, transport, sharded=sharded)
+
+        def separate(parameters: Any) -> Optimizer:
+            of_trial = optimizer(parameters)
+            TensorOptions(of_trial)  # the scheduler of a trial must not change the user's tensors either
+            return of_trial
+
+        recipes = Recipes(separate, scheduler, streams, transport, sharded=sharded)
         recipes.compare(self.by_stage, self.schedulers)
         self.refuse_coupled()
+
+    @property
+    def by_stage(self) -> Mapping[int, Optimizer]:
+        """Optimisers of the stages with parameters, with what the user has written into tensor options."""
+        for options in self._tensor_options.values():
+            options.follow()
+        return self._by_stage
 
     def parameters(self, stage: int) -> list[tuple[str, nn.Parameter]]:
         """Parameters of a stage's optimiser, by first name."""
