@@ -136,3 +136,148 @@ def test_what_is_set_while_mini_batches_are_in_flight_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=r"was changed between steps while mini-batches are in flight"):
         run(clamped, schedule, change, block(0))
+
+
+ASYNCHRONOUS = [
+    ("pipedream(stages=2)", 2),
+    ("pipedream-2bw(stages=2, micro_batches=2)", 2),
+    ("wpipe(workers=2, micro_batches=4)", 2),
+]
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=torch.tensor(0.1), betas=(0.5, 0.9))
+
+
+def decay(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+def set_lr(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.03
+
+
+def fill_lr(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"].fill_(0.03)
+
+
+def set_betas(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["betas"] = (0.6, 0.9)
+
+
+def set_decay(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.5
+
+
+def freeze(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.requires_grad_(False)
+
+
+def reduce_on_plateau(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        for loss in (1.0, 2.0):
+            scheduler.step(loss)
+
+
+CHANGES: dict[Any, str] = {
+    set_lr: r"'lr' of group 0 of the optimizer of stage \d",
+    fill_lr: r"'lr' of group 0 of the optimizer of stage \d",
+    set_betas: r"'betas' of group 0 of the optimizer of stage \d",
+    set_decay: r"'weight_decay' of group 0 of the optimizer of stage \d",
+    reduce_on_plateau: r"'lr' of group 0 of the optimizer of stage \d",
+    freeze: r"requires_grad of '0\.bias' of layer \d \(Sequential\)",
+}
+
+
+def changed_by_hand(
+    schedule: str, change: Any, scheduler: Any, changes: tuple[int, ...], flushes: bool
+) -> list[float]:
+    model = nn.Sequential(*block(0), *block(1))
+    pipeline = Pipeline(model, nn.MSELoss(), schedule, optimizer=adam, scheduler=scheduler)
+    losses = []
+    for number in range(6):
+        if number in changes:
+            change(model, [*pipeline.optimizers.values()])
+        steps = [pipeline.step(*batch(number)), *(pipeline.flush() if flushes else ())]
+        losses += [step.loss for step in steps if step.reports_step is not None]
+    losses += [step.loss for step in pipeline.flush()]
+    rates = {float(group["lr"]) for each in pipeline.optimizers.values() for group in each.param_groups}
+    return [*losses, *rates]
+
+
+def changed_by_hand_in_one_process(change: Any, scheduler: Any, changes: tuple[int, ...]) -> list[float]:
+    model = nn.Sequential(*block(0), *block(1))
+    optimizer, losses = adam(model.parameters()), []
+    schedule = scheduler and scheduler(optimizer)
+    for number in range(6):
+        if number in changes:
+            change(model, [optimizer])
+        optimizer.zero_grad()
+        inputs, targets = batch(number)
+        loss = functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        if schedule:
+            schedule.step()
+        losses.append(loss.item())
+    return [*losses, float(optimizer.param_groups[0]["lr"])]
+
+
+@pytest.mark.parametrize("scheduler", [None, decay])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("schedule", "workers"), ASYNCHRONOUS)
+def test_options_that_are_set_after_a_flush_count(
+    schedule: str, workers: int, change: Any, scheduler: Any
+) -> None:
+    """Before the first step too; a flush after each step leaves no old weights."""
+    found = run(changed_by_hand, schedule, change, scheduler, (0, 3), True, workers=workers)
+    expected = changed_by_hand_in_one_process(change, scheduler, (0, 3))
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("scheduler", [None, decay])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("schedule", "workers"), ASYNCHRONOUS)
+def test_options_that_are_set_while_mini_batches_are_in_flight_are_refused(
+    schedule: str, workers: int, change: Any, scheduler: Any
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^{CHANGES[change]} was changed between steps while mini-"):
+        run(changed_by_hand, schedule, change, scheduler, (3,), False, workers=workers)
+
+
+@pytest.mark.parametrize(("schedule", "workers"), ASYNCHRONOUS)
+def test_schedulers_and_equal_values_are_no_changes(schedule: str, workers: int) -> None:
+    """The first change is before the first step, and the others write what is there."""
+    for scheduler, change in ((decay, lambda *_: None), (None, set_lr)):
+        found = run(changed_by_hand, schedule, change, scheduler, (0, 2, 3, 4), False, workers=workers)
+        assert len(found) == 6 + 1
+        assert found[-1] == pytest.approx(0.1 * 0.5**6 if scheduler else 0.03)
+
+
+def test_a_tensor_that_the_user_wrote_into_in_flight_is_refused() -> None:
+    def work() -> None:
+        rate = torch.tensor(0.1)
+        pipeline = Pipeline(
+            block(0),
+            nn.MSELoss(),
+            "pipedream(stages=2)",
+            optimizer=lambda parameters: torch.optim.Adam(parameters, lr=rate),
+        )
+        for number in range(3):
+            pipeline.step(*batch(number))
+        rate.fill_(0.01)
+        pipeline.step(*batch(3))
+
+    with pytest.raises(ConfigError, match=rf"^{CHANGES[set_lr]} was changed between steps"):
+        run(work)

@@ -108,7 +108,7 @@ class Runner:
             ClipStage: self._clip_stage,
             Update: self._update,
         }
-        self._by_hand = ManualChanges({} if self._flushes else weights.stages, workers.transport.device)
+        self._by_hand = ManualChanges(weights, watches=not self._flushes)
         self._lists: dict[tuple[int, int, bool, bool], Tasks] = {}
         most = execution.max_norm
         self._limit = None if most is None else most / math.sqrt(schedule.stages)

@@ -123,11 +123,11 @@ class GradientGroup:
                     "none; add what it is of to the loss by cf.add_loss, or set the gradient to None"
                 )
 
-    def attach(self) -> None:
-        """Let autograd add to the gradients: from here to ``detach`` nobody else touches them.
+    def refuse_unfrozen(self) -> None:
+        """Refuse parameters that were unfrozen without ``set_trainable``.
 
         Raises:
-            ConfigError: a parameter was unfrozen, and the others do not know of its gradient.
+            ConfigError: a parameter was, and the others do not know of its gradient.
         """
         if self._frozen:
             unfrozen = next((name for name, p in self._frozen.items() if p.requires_grad), None)
@@ -136,6 +136,14 @@ class GradientGroup:
                     f"{unfrozen} of stage {self.stage} requires a gradient and did not when the pipeline was "
                     "made; let pipeline.set_trainable() unfreeze it, on all workers"
                 )
+
+    def attach(self) -> None:
+        """Let autograd add to the gradients: from here to ``detach`` nobody else touches them.
+
+        Raises:
+            ConfigError: a parameter was unfrozen without ``set_trainable``.
+        """
+        self.refuse_unfrozen()
         for flat in self._flats:
             flat.attach()
 
