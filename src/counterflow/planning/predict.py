@@ -187,10 +187,29 @@ class Predictor:
             synchronous: True if updates flush the pipeline.
             on: devices of its workers; cuts depend on them only if devices differ.
         """
+        of = placement, samples, recompute
+        layer_cuts, *_ = self.cuts(cuts, *of, passes=passes, synchronous=synchronous, on=on)
+        return self._stage_costs(layer_cuts, samples)
+
+    def cuts(
+        self,
+        cuts: Cuts,
+        placement: Placement,
+        samples: int,
+        recompute: Recompute,
+        *,
+        passes: int,
+        synchronous: bool,
+        on: Network | None = None,
+    ) -> tuple[tuple[int, ...], ...]:
+        """The layers at which a placement's stages begin; see ``stages``.
+
+        Balanced cuts that were moved because their estimated memory does not fit are followed by those that
+        were not: a schedule may need less than the estimate.
+        """
         slowness, usable = (on.slowness, on.usable_bytes) if on is not None else ((), ())
         of = placement, passes, samples, recompute
-        layer_cuts = self._cuts(cuts, of, usable, slowness, synchronous=synchronous)
-        return self._stage_costs(layer_cuts, samples)
+        return self._cuts(cuts, of, usable, slowness, synchronous=synchronous)
 
     def _cuts_of(
         self,
@@ -200,15 +219,16 @@ class Predictor:
         slowness: tuple[float, ...],
         *,
         synchronous: bool,
-    ) -> tuple[int, ...]:
+    ) -> tuple[tuple[int, ...], ...]:
         placement, passes, samples, recompute = of
         if cuts is not Cutting.BALANCED:
-            return self._cut(cuts, placement.stages, samples)
+            return (self._cut(cuts, placement.stages, samples),)
         recomputes = recompute.recomputes
         room = usable or self.cluster.usable_bytes
         balance = Balance(self.model, self.profile, *of, room, self._sums, slowness, synchronous)
         balanced = self._balanced(placement, passes, samples, recomputes, slowness, synchronous=synchronous)
-        return balance.fitting(balanced)
+        fitting = balance.fitting(balanced)
+        return (fitting,) if fitting == balanced else (fitting, balanced)
 
     def _balanced_cuts(
         self,

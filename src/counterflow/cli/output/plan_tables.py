@@ -310,7 +310,7 @@ def _explained(explained: Why, best: Prediction) -> Iterator[str]:
             f"{byte_size(larger_plan.had_bytes)}, {_short(larger_plan)} would be {gain:.1%} faster"
         )
     else:
-        yield "  Memory: no plan that needs more would be faster"
+        yield "  Memory: no plan that was too large would be faster"
     if explained.second is None or explained.second_parts is None:
         return
     second = explained.second.play.prediction()

@@ -7,7 +7,8 @@ ordered by their place in the space. A candidate is pruned by a bound that holds
 refused for memory is reported with its bytes. A schedule is built once for all candidates of its group.
 
 Balanced cuts minimise an estimate. So if cuts are free, a candidate that is not pruned before its layers are
-cut becomes two, with balanced and with even cuts, unless these are equal.
+cut becomes several: with balanced cuts, with those before memory moved them, and with even ones, where these
+differ.
 """
 
 from __future__ import annotations
@@ -255,12 +256,13 @@ class _DegreeSearch:
         group, model, known = candidate.group, self.predictor.model, set[tuple[int, ...]]()
         for rule in self.rules:
             if may_cut(model, rule, group.stages):
-                cuts = self.bounds.stages(group, rule, candidate.recompute, candidate.links).cuts
-                if cuts not in known:
-                    known.add(cuts)
-                    cut = replace(candidate, cuts=rule)
-                    cut.bound = self.bounds.of(*candidate.setting, cuts=rule, zero_stage=candidate.zero_stage)
-                    yield cut
+                choices = self.bounds.cuts(group, rule, candidate.recompute, candidate.links)
+                for cuts, name in zip(choices, (rule, *choices[1:]), strict=True):
+                    if cuts not in known:
+                        known.add(cuts)
+                        cut, zero_stage = replace(candidate, cuts=name), candidate.zero_stage
+                        cut.bound = self.bounds.of(*candidate.setting, cuts=name, zero_stage=zero_stage)
+                        yield cut
 
     def _by_work(self, groups: list[CandidateGroup]) -> list[tuple[float, int, bool, list[_Candidate]]]:
         """A heap of the groups' candidates: their lower bound, and whether it is of their cuts."""
@@ -339,6 +341,8 @@ class _DegreeSearch:
                 refused.append(candidate)
             elif not self.best.needs(scheme, candidate.seconds) or self._halves_take_longer(candidate):
                 tally.slower += 1
+                if self.best.needs(scheme, candidate.seconds_in_any_memory):
+                    refused.append(candidate)  # its memory alone may make it slower
             else:
                 known, quickest = played.get(simulation_key, (None, None))
                 if known is not None:

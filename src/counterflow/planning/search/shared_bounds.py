@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from counterflow.schedule.modes import Recompute
 
@@ -129,13 +129,25 @@ class SharedBounds:
 
     def stages(self, group: CandidateGroup, cuts: Cuts, recompute: Recompute, links: Network) -> StageCosts:
         """The costs of a candidate's stages."""
-        shape = group.shape
-        passes = -(-sum(shape.passes) // len(shape.passes))
-        where = shape.placement, group.samples, recompute
-        synchronous = shape.synchronous
-        return self._predictor.stages(cuts, *where, passes=passes, synchronous=synchronous, on=links)
+        return self._predictor.stages(cuts, **_of(group), recompute=recompute, on=links)
+
+    def cuts(
+        self, group: CandidateGroup, cuts: Cuts, recompute: Recompute, links: Network
+    ) -> tuple[tuple[int, ...], ...]:
+        """The layers at which a candidate's stages begin, and others to try; see ``Predictor.cuts``."""
+        return self._predictor.cuts(cuts, **_of(group), recompute=recompute, on=links)
 
     def _hops_of(self, place: _Key, shape: WorkloadShape, links: Network) -> HopCosts:
         if place not in self._hops:
             self._hops[place] = HopCosts.of(shape.placement, links)
         return self._hops[place]
+
+
+def _of(group: CandidateGroup) -> dict[str, Any]:
+    shape = group.shape
+    return {
+        "placement": shape.placement,
+        "samples": group.samples,
+        "passes": -(-sum(shape.passes) // len(shape.passes)),
+        "synchronous": shape.synchronous,
+    }
