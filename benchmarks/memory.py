@@ -102,6 +102,10 @@ def runs() -> Iterator[Run]:
     yield Run("gpt", "zb-h1", two, recompute="stage")
     yield Run("gpt", "gpipe", two, recompute="layer", precision="autocast")
     yield Run("large", "chimera", two, recompute="layer", samples=2)
+    yield Run("gpt", "zb-v", by_worker, recompute="layer")
+    yield Run("gpt", "dapple", {**two, "split": True}, recompute="layer")
+    yield Run("large", "zb-h1", two, recompute="layer", samples=2)
+    yield Run("linear", "zb-v", by_worker, recompute="layer", samples=256)
 
 
 def later_runs() -> Iterator[Run]:

@@ -150,6 +150,7 @@ def test_planned_memory_is_that_which_the_engine_counts(name: str) -> None:
         ("chimera", Recompute.NONE, 0.05),
         ("gpipe", Recompute.LAYER, 0.05),
         ("zb-h1", Recompute.NONE, 0.08),
+        ("zb-h1", Recompute.LAYER, 0.08),
         ("pipedream-2bw", Recompute.NONE, 0.06),
     ):
         options = {"stages": 2, "micro_batches": 4}

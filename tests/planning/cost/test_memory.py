@@ -144,6 +144,23 @@ def test_between_the_halves_of_a_backward_layers_whose_weights_wait_hold_their_i
     assert operands == tensors[Saved.WEIGHT_OPERANDS]
 
 
+def test_an_input_gradient_that_computes_layers_again_frees_no_input_and_leaves_what_weights_need() -> None:
+    block = replace(
+        LAYER, kept_bytes=(24.0,), kept_gradient_bytes=(12.0,), kept_output_bytes=(0.0,),
+        held_input_bytes=(10.0,), input_gradient_peak_bytes=(40.0,),
+    )  # fmt: skip
+    spaces = [stage_bytes([block] * n, [10.0] * n, 1, Recompute.LAYER)[1] for n in (1, 2)]
+    # The layer's 20 without its input, and 40 of its backward.
+    assert spaces[0][OpKind.INPUT_GRADIENT] == 20.0 + 40.0
+    # When the first layer has its turn, the second one has left 12, and 12 of gradients but for the output's
+    # 10, which is somebody else's; and there is the gradient of its input.
+    assert spaces[1][OpKind.INPUT_GRADIENT] == 60.0 + 12.0 + 2.0 + 10.0
+    assert spaces[1][OpKind.BACKWARD] == 20.0 + 25.0
+    # The loss of the last layer, which is not computed again, is dropped with its piece.
+    head = replace(block, saved_bytes=(36.0,), kept_anyway_bytes=(6.0,))
+    assert stage_bytes([block, head], [10.0] * 2, 1, Recompute.LAYER)[1][OpKind.INPUT_GRADIENT] == 84.0 - 6.0
+
+
 def test_gradients_of_cast_weights_stay_to_the_end_of_a_backward() -> None:
     block = replace(LAYER, cast_bytes=50.0, kept_output_bytes=(0.0,))
     # The first layer's 25, the gradient of its output; the other one's 30 have gone, and 50 have come.

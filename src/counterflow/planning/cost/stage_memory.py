@@ -71,7 +71,8 @@ def stage_bytes(
     }
     stays = max(stash - inputs[0] - skipped, 0.0)  # the input of a forward exists before
     if recompute is Recompute.LAYER:
-        backward = input_gradient = _layer_by_layer(layers, inputs, samples, tensors_between)
+        backward = _layer_by_layer(layers, inputs, samples, tensors_between)
+        input_gradient = _split_layer_by_layer(layers, inputs, samples, tensors_between)
     else:
         backward = _backward(layers, samples, internal, tensors_between)
         input_gradient = _input_gradient(layers, inputs, samples, internal, tensors_between)
@@ -169,6 +170,30 @@ def _layer_by_layer(
         most = max(most, gradient - freed + max(forward, backward))
         freed += anyway + (size - tensors.passed[number] if number else 0.0)  # the stage's own input stays
         freed -= _cast_gradients(layer)
+    return float(most)
+
+
+def _split_layer_by_layer(
+    layers: Sequence[LayerProfile], inputs: Sequence[float], samples: float, tensors: StageInputs
+) -> float:
+    # Replays hold the inputs of their layers until the last layer's gradients are made.
+    most = growth = 0.0
+    for piece in reversed(_pieces(layers, tensors)):
+        freed = 0.0
+        for number in reversed(piece):
+            layer, size, last = layers[number], inputs[number], number + 1 == len(layers)
+            gradient = 0.0 if last else tensors.gradients[number + 1]
+            anyway = layer.peak(layer.kept_anyway_bytes, samples)
+            saved = max(0.0, layer.saved(samples) - layer.kept_input(samples, size) - anyway)
+            backward = saved + layer.peak(layer.input_gradient_peak_bytes, samples)
+            forward = layer.forward_peak(samples, size) - anyway if layer.forward_peak_bytes else 0.0
+            most = max(most, growth + gradient + max(forward, backward))
+            gradients = layer.peak(layer.kept_gradient_bytes, samples)
+            operands = layer.kept(samples) - gradients - _needed_input(layer, size, samples)
+            growth += max(0.0, operands) + gradients
+            growth -= layer.kept_output_gradient(samples) if last else 0.0
+            freed += anyway
+        growth -= freed
     return float(most)
 
 
