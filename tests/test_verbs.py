@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -31,6 +32,44 @@ def test_plan_takes_an_example_records_or_files(tmp_path: Path) -> None:
     model, profile, cluster = (tmp_path / f"{name}.toml" for name in ("model", "profile", "cluster"))
     read = cf.plan(model, profile, cluster, task.mini_batch, **LIMITS)
     assert read.best[0].seconds == found.best[0].seconds
+
+
+def test_plan_takes_a_value_alone_and_the_names_of_modes() -> None:
+    given: dict[str, Any] = {
+        "schemes": "dapple",
+        "depths": 4,
+        "recompute": "none",
+        "sync": ["end"],
+        "zero_stages": 0,
+    }
+    found = cf.plan(example="chimera-bert48", **given, arrangements="pipeline-inside", cuts="even")
+    plan = found.best[0].play.configuration
+    assert (plan.scheme, plan.recompute, plan.sync, plan.cuts) == ("dapple", "none", "end", "even")
+    options = [{"pairs": 1}, [("pairs", [1])], (("pairs", (1,)),)]
+    assert len({Constraints(options=cast("Any", given)) for given in options}) == 1
+
+
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [
+        ({"sync": "nonsense"}, "sync='nonsense': unknown; legal: end, eager, eager-opt"),
+        ({"sync": ()}, "sync=(): must have one value or more"),
+        ({"arrangements": ("nonsense",)}, "arrangement='nonsense': unknown; legal: pipeline-inside, replic"),
+        ({"recompute": ("none", 3)}, "recompute=3: unknown; legal: none, stage, layer"),
+        ({"depths": "four"}, "depths: 'four' is not a whole number"),
+        ({"slices": (True,)}, "slices: True is not a whole number"),
+        ({"zero_stages": 2}, "zero_stage=2: must be 0 or 1"),
+        ({"schemes": (4,)}, "schemes: 4 is not the name of a scheme"),
+        ({"schemes": "dappel"}, "unknown scheme 'dappel'"),
+        ({"stale": "yes"}, "stale='yes': must be True or False"),
+        ({"options": "pairs=1"}, "options='pairs=1': must be pairs of an option's name and its values"),
+        ({"options": {1: 2}}, "options={1: 2}: must be pairs of an option's name and its values"),
+        ({"cuts": 4}, "cuts=4: must be balanced or even, or the layers at which stages begin"),
+    ],
+)
+def test_plan_refuses_limits_that_are_not_legal(limit: dict[str, Any], message: str) -> None:
+    with pytest.raises(cf.ConfigError, match=f"^{re.escape(message)}"):
+        cf.plan(example="chimera-bert48", **limit)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ verbs are functions of their own rooms: ``simulate``, ``check``, ``draw``, ``com
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
@@ -72,7 +73,7 @@ def plan(
         constraints: constraints on a plan.
         count: how many of the best plans are returned, 1 or more.
         progress: called with candidates decided, candidates in all, and the current activity.
-        limits: fields of ``Constraints``, in place of the record.
+        limits: fields of ``Constraints``, in place of the record; a value alone is one of one value.
 
     Returns:
         The best plans (``best``), the best of each scheme, and statistics of the search.
@@ -87,12 +88,17 @@ def plan(
     """
     if constraints is not None and limits:
         raise ConfigError(f"{', '.join(limits)}: given in addition to constraints; put them into the record")
+    if unknown := limits.keys() - set(Constraints.__dataclass_fields__):
+        known = ", ".join(Constraints.__dataclass_fields__)
+        raise ConfigError(f"{min(unknown)}: unknown limit; plan accepts {known}")
+    cuts = limits.pop("cuts") if isinstance(limits.get("cuts"), str) else None
+    constraints = constraints or Constraints(**limits)
     if _is_module(model):
         if profile is not None:
             raise ConfigError("profile: given in addition to a module, which is measured; leave it out")
         if loss is None or not isinstance(example, tuple):
             raise ConfigError("plan needs loss and example=(inputs, targets) to measure a module; give both")
-        depths = limits.get("depths") if constraints is None else constraints.depths
+        depths = constraints.depths
         workers = depths[0] if depths is not None and len(depths) == 1 else None
         model, samples = _measured(cast("Any", model), loss, example, optimizer, workers)
         mini_batch, example = mini_batch or samples, None
@@ -115,12 +121,8 @@ def plan(
         {name: value for name, value in options.items() if value is not None},
         lambda missing: f"plan needs {', '.join(missing)}; give these, or the name of an example",
     )
-    if unknown := limits.keys() - set(Constraints.__dataclass_fields__):
-        known = ", ".join(Constraints.__dataclass_fields__)
-        raise ConfigError(f"{min(unknown)}: unknown limit; plan accepts {known}")
-    if isinstance(limits.get("cuts"), str):
-        limits["cuts"] = cuts_of(limits["cuts"], task.model)
-    constraints = constraints or Constraints(**limits)
+    if cuts is not None:
+        constraints = replace(constraints, cuts=cuts_of(cuts, task.model))
     return search(
         task.model, task.profile, task.cluster, task.mini_batch, constraints, count=count, progress=progress
     )

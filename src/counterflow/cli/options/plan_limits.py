@@ -7,12 +7,10 @@ from typing import Any
 
 from counterflow.common.cli_fields import cli_fields
 from counterflow.errors import ConfigError
-from counterflow.planning.cost.device_placement import Arrangement
 from counterflow.planning.inputs.model import Model
 from counterflow.planning.search.constraints import Constraints, cuts_of
 from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue
-from counterflow.schedule.modes import parse_mode
 from counterflow.schedule.scheme import OptionType
 
 from .flags import Flags, cli_flag, plain_value
@@ -47,9 +45,7 @@ class PlanLimits(Flags):
 
 
 def _read(name: str, value: Any) -> Any:
-    if name in _READERS:
-        return _READERS[name](value)
-    return tuple(value) if isinstance(value, list) else value
+    return _READERS[name](value) if name in _READERS else value
 
 
 def wanted_options(texts: Sequence[str]) -> tuple[tuple[str, tuple[OptionValue, ...]], ...]:
@@ -84,6 +80,5 @@ def _value(option: str, text: str) -> OptionValue:
 
 _READERS: dict[str, Callable[[Any], Any]] = {
     "option": wanted_options,
-    "arrangement": lambda names: tuple(parse_mode(Arrangement, "arrangement", name) for name in names),
 }
 """Parsers of flags whose texts have a form of their own."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from operator import index
+from typing import Any
 
 from counterflow.common.cli_fields import cli_field
 from counterflow.common.parallel_degrees import Degrees, text_of
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.layouts import Layout
-from counterflow.schedule.modes import Recompute, Sync
+from counterflow.schedule.modes import Recompute, Sync, parse_mode
 from counterflow.schedule.scheme import Scheme
 
 from ..cost.device_placement import Arrangement
@@ -22,7 +24,7 @@ from .shape import Options
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """Constraints on a plan; None means no constraint.
+    """Constraints on a plan; None means no constraint, and a value alone is one of one value.
 
     Attributes:
         schemes: only these.
@@ -46,6 +48,13 @@ class Constraints:
         experts: degrees of expert parallelism; None: all powers of two that divide the experts and fit the
             cluster, if the profile has experts.
         shards: positions with samples of their own that shard weights; None: as many as experts need.
+
+    Raises:
+        ConfigError: a value is not legal, whatever the model and the cluster.
+
+    >>> limits = Constraints(depths=4, recompute="layer", options={"pairs": 1})
+    >>> limits.depths, limits.recompute, limits.options
+    ((4,), (<Recompute.LAYER: 'layer'>,), (('pairs', (1,)),))
     """
 
     schemes: tuple[str, ...] | None = cli_field(
@@ -145,6 +154,17 @@ class Constraints:
         bool,
     )
 
+    def __post_init__(self) -> None:
+        for name in (*_NUMBERS, *_MODES, "schemes"):
+            values = getattr(self, name)
+            if values is not None:
+                object.__setattr__(self, name, _legal(name, values))
+        for name in ("stale", "more_updates"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be True or False")
+        object.__setattr__(self, "options", _options(self.options))
+        object.__setattr__(self, "cuts", _cuts(self.cuts))
+
     def at(self, degrees: Degrees, tried: Collection[Degrees], cluster: Cluster) -> Constraints:
         """The constraints for some degrees, without depths that only others allow.
 
@@ -208,6 +228,76 @@ class Constraints:
         return all(
             value_of(scheme, name, options) in values for name, values in self.of_scheme(scheme).items()
         )
+
+
+_MODES = {"recompute": Recompute, "sync": Sync, "arrangements": Arrangement}
+_NUMBERS = (
+    "depths",
+    "samples",
+    "more_samples",
+    "zero_stages",
+    "tensor_parallel",
+    "contexts",
+    "experts",
+    "shards",
+    "slices",
+)
+_SOME = (*_MODES, "zero_stages", "tensor_parallel", "contexts")
+"""Constraints without which nothing is tried if they are empty."""
+
+
+def _legal(name: str, limit: Any) -> tuple[Any, ...]:
+    values = _several(limit)
+    if name in _SOME and not values:
+        raise ConfigError(f"{name}={values}: must have one value or more")
+    if name in _MODES:
+        return tuple(parse_mode(_MODES[name], name.removesuffix("s"), value) for value in values)
+    if name in _NUMBERS:
+        return tuple(_number(name, value) for value in values)
+    for value in values:
+        if not isinstance(value, str):
+            raise ConfigError(f"{name}: {value!r} is not the name of a scheme")
+    return values
+
+
+def _several(values: Any) -> tuple[Any, ...]:
+    alone = isinstance(values, str) or not isinstance(values, Iterable)
+    return (values,) if alone else tuple(values)
+
+
+def _number(name: str, value: Any) -> int:
+    try:
+        if not isinstance(value, bool):
+            return index(value)
+    except TypeError:
+        pass
+    raise ConfigError(f"{name}: {value!r} is not a whole number")
+
+
+def _options(options: Any) -> tuple[tuple[str, tuple[OptionValue, ...]], ...]:
+    try:
+        pairs = [*(options.items() if isinstance(options, Mapping) else options)]
+        read = tuple((name, _several(values)) for name, values in pairs)
+    except (TypeError, ValueError):
+        read = ((0, ()),)
+    if not all(isinstance(name, str) for name, _ in read):
+        raise ConfigError(
+            f"options={options!r}: must be pairs of an option's name and its values, as in "
+            '(("pairs", (1, 2)),), or a dict of these'
+        )
+    return read
+
+
+def _cuts(cuts: Any) -> Cuts:
+    if isinstance(cuts, str):
+        return parse_mode(Cutting, "cuts", cuts)
+    try:
+        return tuple(map(index, cuts))
+    except TypeError:
+        raise ConfigError(
+            f"cuts={cuts!r}: must be {' or '.join(Cutting)}, or the layers at which stages begin after the "
+            "first, as in (13, 25, 37)"
+        ) from None
 
 
 def cuts_of(text: str, model: Model) -> Cuts:
