@@ -23,7 +23,7 @@ def test_every_row_computes_the_same_model() -> None:
         assert each == pytest.approx(updates * (3.0 + 5.0)), row.name
         assert row.step >= 8 * (3.0 + 5.0) * (1 - 1e-9), row.name
     steps = [row.step for row in found.rows]
-    assert steps == sorted(steps)
+    assert steps == pytest.approx(sorted(steps), rel=1e-9)
     assert len(found.best) == len({row.scheme for row in found.rows}) + 1  # two computed orders
     assert all(min(r.step for r in found.rows if r.scheme == b.scheme) <= b.step for b in found.best)
 
@@ -209,3 +209,23 @@ def test_without_a_steady_state_the_step_is_not_told() -> None:
     row = cf.compare(4, 8, schemes=["pipedream"]).rows[0]
     short = type(row)(cf.simulate(schedule), 8)
     assert short.step == math.inf
+
+
+def test_equal_steps_are_ranked_by_memory_not_by_the_rounding_of_their_sums() -> None:
+    found = cf.compare(2, 4, cf.Costs(forward=0.1, backward=0.2), schemes=["gpipe", "1f1b", "chimera"])
+    steps = {row.name: row.step for row in found.rows}
+    assert 0 < steps["1F1B (dapple)"] - steps["gpipe"] < 1e-12  # 15 tenths, added in two orders
+    names = [row.name for row in found.rows]
+    assert names.index("1F1B (dapple)") < names.index("gpipe")
+    best = next(row for row in found.best if row.scheme == "chimera")
+    assert best.step == pytest.approx(1.2)
+    assert best.activations == 2.0
+
+
+def test_a_schedule_fits_into_its_own_memory_whatever_the_order_of_the_sum() -> None:
+    costs = cf.Costs(memory=cf.ByteCosts(weights=0.1, optimizer=0.2, activations=0.3))
+    (row,) = cf.compare(2, 4, costs, schemes=["zb-h1"]).rows
+    assert row.peak_bytes is not None
+    less = row.peak_bytes * (1 - 1e-12)
+    assert len(cf.compare(2, 4, costs, schemes=["zb-h1"], memory_bytes=less).rows) == 1
+    assert not cf.compare(2, 4, costs, schemes=["zb-h1"], memory_bytes=row.peak_bytes * 0.999).rows

@@ -128,7 +128,7 @@ class Comparison:
         fits = any(row is baseline for row in self.rows)
         if baseline is None or not fits or any(row is baseline for row in rows):
             return rows
-        return tuple(sorted((*rows, baseline), key=lambda row: row.step))
+        return tuple(sorted((*rows, baseline), key=_speed))
 
 
 def compare(
@@ -230,13 +230,24 @@ def compare(
         micro_batches,
         priced.costs,
         costs_of,
-        tuple(sorted(fits, key=lambda row: (row.step, row.activations, row.weights))),
-        tuple(
-            sorted((row for row in rows if not limits.fits(row)), key=lambda row: (row.activations, row.step))
-        ),
+        tuple(sorted(fits, key=_speed)),
+        tuple(sorted((row for row in rows if not limits.fits(row)), key=_need)),
         tuple(Omission(*item) for item in left_out.items()),
         priced.about,
     )
+
+
+def _speed(row: Compared) -> tuple[float, ...]:
+    return _rounded(row.step), _rounded(row.activations), _rounded(row.weights)
+
+
+def _need(row: Compared) -> tuple[float, ...]:
+    return _rounded(row.activations), _rounded(row.step)
+
+
+def _rounded(amount: float) -> float:
+    # Equal sums of the same seconds in another order differ in their last digits.
+    return float(f"{amount:.9e}")
 
 
 def _costs(
@@ -270,7 +281,7 @@ class _Limits:
         amounts = (row.activations, self.peak), (row.weights, self.copies)
         if any(most is not None and amount > most * (1 + ROUNDING) for amount, most in amounts):
             return False
-        return self.memory_bytes is None or (row.peak_bytes or 0.0) <= self.memory_bytes
+        return self.memory_bytes is None or (row.peak_bytes or 0.0) <= self.memory_bytes * (1 + ROUNDING)
 
     def room(self, workers: int) -> float | None:
         """Maximum activations of a computed order, in those of a worker's share."""
