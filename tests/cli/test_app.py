@@ -173,6 +173,33 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
         assert writer.stderr.read() == b""
 
 
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_a_closed_stream_is_no_error(closed: str) -> None:
+    program = (
+        f"import os, sys; os.close(sys.{closed}.fileno()); "
+        "os.execv(sys.executable, [sys.executable, '-m', 'counterflow', *sys.argv[1:]])"
+    )
+    done = _python("-c", program, *SIMULATE.split())
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("makespan" in done.stdout) is (closed == "stderr")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no full device")  # noqa: PTH110
+@pytest.mark.parametrize("line", [SIMULATE, "schemes --json", "--help"])
+def test_output_without_space_is_one_message(line: str) -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:  # noqa: PTH123
+        done = subprocess.run(
+            [sys.executable, "-m", "counterflow", *line.split()],
+            check=False,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | ENVIRONMENT,
+        )
+    message = "Error: cannot write the output: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, message)
+
+
 def test_output_that_cannot_show_a_sign() -> None:
     done = _python("-m", "counterflow", "check", *SIMULATE.split()[1:], PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")

@@ -225,12 +225,23 @@ _INTERRUPTED = 130
 def _unforeseen(error: Exception) -> tuple[str, int]:
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return f"{error.filename}: this is not a legal file name; choose another", 2
+    if isinstance(error, OSError) and error.filename is None and error.errno in _NO_SPACE:
+        _discard_output()
+        return f"cannot write the output: {error.strerror}", 1
     if isinstance(error, MemoryError):
         return "this takes more memory than this process may have; choose smaller sizes or files", 1
     text = " ".join(str(error).split())
     name = type(error).__name__
     message = f"{name}: {text}" if text else name
     return f"{message}\nThis is a bug in Counterflow; run again with --debug and report what it shows.", 1
+
+
+_NO_SPACE = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO
+
+
+def _discard_output() -> None:
+    # What could not be written may be in a buffer still, and would fail again when the process ends.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 _LONGEST, _LONGEST_WORD = 1_000, 200
@@ -306,6 +317,9 @@ def application() -> typer.Typer:
 
 def main() -> None:
     """Entry point of the command ``counterflow``."""
+    for name in ("stdout", "stderr"):  # None if it was closed
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal that lacks some characters shows ? in their place
             stream.reconfigure(errors="replace")
@@ -317,5 +331,8 @@ def main() -> None:
     except KeyboardInterrupt:  # before a command runs, or after
         sys.exit(_INTERRUPTED)
     except BrokenPipeError:  # the reader of the output closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
+        sys.exit(1)
+    except OSError as error:  # the end of the output
+        echo(f"Error: {_unforeseen(error)[0]}", err=True)
         sys.exit(1)
