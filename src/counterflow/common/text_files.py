@@ -26,7 +26,8 @@ def read_text(path: Path | str, if_folder: str, *, place: str = "", if_missing: 
     """
     place = place or str(path)
     try:
-        return _limited(Path(path), place).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+        text = _limited(Path(path), place).decode("utf-8-sig")  # Windows programs may begin with a mark
+        return text.replace("\r\n", "\n").replace("\r", "\n")
     except FileNotFoundError:
         raise ConfigError(f"{place}: no such file{if_missing}") from None
     except IsADirectoryError:

@@ -109,6 +109,12 @@ def test_what_is_wrong_with_a_file_is_told_with_its_place(text: str, message: st
         input_files.load_cluster(path)
 
 
+def test_a_file_may_begin_with_the_mark_of_its_encoding(tmp_path: Path) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text(input_files.dumps(CLUSTER), encoding="utf-8-sig")
+    assert input_files.load_cluster(path) == CLUSTER
+
+
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         input_files.load_model(tmp_path / "none.toml")
