@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from counterflow.common.plurals import plural
 from counterflow.program.actions import Matching
 from counterflow.program.communicators import communicators
 from counterflow.schedule.ir import Schedule
@@ -415,7 +416,7 @@ class Play:
         ]
         if beyond:
             notes.append(
-                f"micro-batches of {self.configuration.samples} samples exceed the profile of "
+                f"micro-batches of {plural(self.configuration.samples, 'sample')} exceed the profile of "
                 f"{', '.join(beyond)} (at most {largest[beyond[0]]:g}): their times are extrapolated linearly"
             )
         if (reason := unreliable(self.inputs.undivided)) is not None:

@@ -84,6 +84,12 @@ def test_json_is_one_object(run: Run, inputs: str) -> None:
     ] == (pytest.approx(best["peak_bytes"]))
 
 
+def test_a_mini_batch_of_one_is_one_sample(run: Run, inputs: str) -> None:
+    alone = inputs.replace("--mini-batch 16", "--mini-batch 1")
+    assert "· mini-batch 1 sample ·" in run(f"plan {alone} --scheme gpipe").out
+    assert "· mini-batch 16 samples ·" in run(f"plan {inputs} --scheme gpipe").out
+
+
 def test_the_plan_is_a_file_that_train_runs(run: Run, inputs: str, tmp_path: Path) -> None:
     out = tmp_path / "plan.toml"
     answer = run(f"plan {inputs} --scheme chimera --workers 2 --micro-batch-size 4 --out", str(out))

@@ -371,7 +371,9 @@ def test_schemes_without_a_flush_are_tried_when_asked_for_and_never_on_one_worke
     stale = {"pipedream", "pipedream-2bw", "wpipe"}
     flushed = search(MODEL, PROFILE, CLUSTER, 8)
     assert all(plan.play.schedule.synchronous for plan in flushed.of_schemes)
-    assert {o.what for o in flushed.omissions if "only tried with --stale" in o.reason} == stale
+    assert {
+        o.what for o in flushed.omissions if "only tried where stale plans are allowed" in o.reason
+    } == stale
     groups, omissions = space(MODEL, CLUSTER, 8, Constraints(stale=True))
     assert stale <= {group.scheme for group in groups}
     assert not stale & {omission.what for omission in omissions}
@@ -426,6 +428,8 @@ def test_parts_of_the_space_without_a_candidate_are_told() -> None:
         "needs two layers for each worker, and as many micro-batches as workers; no candidate at depth 8"
     )
     assert reasons["zb-v"] == "needs two layers for each worker; no candidate at depth 8"
+    with pytest.raises(PlanError, match=r"depth 2: a replica's share of 1 sample cannot"):
+        search(MODEL, PROFILE, CLUSTER, 2, Constraints(depths=(2,), samples=(3,)))
     with pytest.raises(PlanError, match=r"^no plan meets the constraints\n  depth 4: a replica's share of 8"):
         search(MODEL, PROFILE, CLUSTER, 8, Constraints(depths=(4,), samples=(3,)))
 

@@ -107,7 +107,8 @@ def test_a_text_is_read_as_megatron_reads_it_or_refused_with_its_place(text: str
         ("E(*2t)*2", "at character 3 expected the layers of the group, got '*'"),
         ("E)*2", "at character 2 expected E, t, m, L, | or (, got ')'"),
         ("(t*999|)*9999", "has 9,999,000 layers and stages; at most 10,000 are read"),
-        ("t*" + "9" * 5000, "has 1,000,000,000 layers and stages; at most 10,000 are read"),
+        ("t*" + "9" * 5000, "has 1,000,000,000 or more layers and stages; at most 10,000 are read"),
+        ("Et*999999999999|L", "has 1,000,000,000 or more layers and stages; at most 10,000 are read"),
     ],
 )
 def test_what_is_no_layout_is_refused(text: str, told: str) -> None:

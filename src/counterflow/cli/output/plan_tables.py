@@ -59,7 +59,7 @@ def print_plans(
     if cluster.kinds:
         devices = f"{nodes} ({in_words(tuple((kind.name, kind.nodes) for kind in cluster.kinds))})"
     about = (
-        f"{devices}, {task.profile.machine} · mini-batch {result.mini_batch:,} samples · "
+        f"{devices}, {task.profile.machine} · mini-batch {plural(result.mini_batch, 'sample')} · "
         f"{_memory_of(cluster)} a device"
     )
     if cluster.reserve_bytes:

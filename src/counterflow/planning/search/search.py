@@ -43,7 +43,7 @@ from .search_result import Plan, Rejections, SearchResult, TooLarge, nothing_fit
 from .shape import WorkloadShape
 from .shared_bounds import SharedBounds
 from .slicings import slicings_of
-from .space import CandidateGroup, Omission, space
+from .space import STALE, CandidateGroup, Omission, space
 from .sync_free_bound import SyncFreeBounds, sync_free_seconds
 
 Progress = Callable[[int, int, str], None]
@@ -195,7 +195,7 @@ def search(
 
 
 def _of_degrees(degrees: Degrees, tried: Collection[Degrees], omission: Omission) -> Omission:
-    if "--stale" in omission.reason:  # for any degrees
+    if omission.reason == STALE:  # for any degrees
         return omission
     of = f"with {', '.join(words(degrees))}"
     if degrees.positions == 1:

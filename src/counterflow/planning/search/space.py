@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from counterflow.common.parallel_degrees import Degrees
+from counterflow.common.plurals import plural
 from counterflow.errors import ConfigError
 from counterflow.schedule import registry
 from counterflow.schedule.cuts import explicit
@@ -35,6 +36,9 @@ from .shape import Options, WorkloadShape, shape_of
 
 MOST_SAMPLES = 100_000
 """Maximum samples of a mini-batch."""
+
+STALE = "is asynchronous, with old weights: only tried where stale plans are allowed"
+"""Reason of an omission; it names no flag, because ``schedule="auto"`` has none."""
 
 _ONE_POSITION = Degrees()
 
@@ -123,9 +127,7 @@ def space(
     depths = [depth for depth in depths if depth not in without]
     for scheme in schemes:
         if not (scheme.synchronous or constraints.stale or constraints.schemes):
-            omissions.append(
-                Omission(scheme.name, "is asynchronous, with old weights: only tried with --stale")
-            )
+            omissions.append(Omission(scheme.name, STALE))
             continue
         if not scheme.synchronous and degrees.shards > 1:
             reason = "updates each stage at its own time, but positions of a worker need a synchronous scheme"
@@ -255,7 +257,7 @@ def _without_candidates(
             reason = f"a mini-batch of {mini_batch} cannot be divided evenly among {replicas} replicas"
             yield depth, reason
         elif not _micro_batch_sizes(share, constraints):
-            reason = f"a replica's share of {share} samples cannot be cut into"
+            reason = f"a replica's share of {plural(share, 'sample')} cannot be cut into"
             if constraints.samples is not None:
                 sizes = ", ".join(map(str, constraints.samples))
                 yield depth, f"{reason} micro-batches of {sizes}"

@@ -15,6 +15,7 @@ from counterflow.errors import ConfigError
 LETTERS = "EtmL"
 
 _MOST = 10_000
+_MOST_TIMES = 10**9
 """Layers and stages of a layout, together."""
 
 _TOKEN = re.compile(r"([EtmL|()])(?:[\s,]*\*[\s,]*([0-9]+))?[\s,]*")
@@ -133,7 +134,7 @@ def _repetitions(times: str | None) -> int:
     if times is None:
         return 1
     # No layout needs ten digits: all such numbers are one that is too large.
-    return int(times) if len(times.lstrip("0")) < 10 else 10**9
+    return int(times) if len(times.lstrip("0")) < 10 else _MOST_TIMES
 
 
 def _expected(text: str, place: int, *, in_group: bool) -> str:
@@ -150,8 +151,9 @@ def _wrong(text: str, place: int, expected: str) -> ConfigError:
 
 def _refuse_many(text: str, count: int) -> None:
     if count > _MOST:
+        has = f"{count:,}" if count < _MOST_TIMES else f"{_MOST_TIMES:,} or more"
         raise ConfigError(
-            f"layout {shortened(text)}: has {count:,} layers and stages; at most {_MOST:,} are read"
+            f"layout {shortened(text)}: has {has} layers and stages; at most {_MOST:,} are read"
         )
 
 
