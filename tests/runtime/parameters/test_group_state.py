@@ -159,6 +159,7 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
         _, state = run(schedule, two_rates, warm_up, None, None, 2)
         incomplete = {**state, "optimizer": {**state["optimizer"]}}
         del incomplete["optimizer"]["3.bias"]
+        prefixed = {f"module.{name}": value for name, value in state["model"].items()}
         return [
             refused(schedule, state, one_rate, warm_up),
             refused(schedule, state, two_rates, partial(lr_scheduler.StepLR, step_size=1)),
@@ -166,15 +167,19 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
             refused(
                 schedule, {**state, "model": {**state["model"], "5.bias": torch.zeros(9)}}, two_rates, warm_up
             ),
+            refused(schedule, state, partial(optim.AdamW, lr=0.1), None),
+            refused(schedule, {**state, "model": prefixed}, two_rates, warm_up),
         ]
 
-    groups, schedulers, weights, shapes = cf.launch(refuse, workers=1, transport="local")[0]
+    groups, schedulers, weights, shapes, classes, names = cf.launch(refuse, workers=1, transport="local")[0]
     assert groups.startswith(
         "'0.weight' and '4.weight' are in one group of the optimizer, and the training state has lr = "
     )
     assert schedulers.startswith("the training state has no learning-rate schedule for stage 0")
     assert weights == "the training state has nothing of the optimizer for '3.bias'"
     assert shapes.startswith("5.bias has shape (9,) in the state")
+    assert "nesterov of another optimizer, and no amsgrad, betas, " in classes
+    assert names.startswith("the state has no '0.weight'; it has 'module.0.weight': leave out")
 
 
 def load_other(folder: Path) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:

@@ -79,6 +79,28 @@ def common_options(saved: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
     return options
 
 
+def refuse_another_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Refuse options of a group that another class of optimisers has.
+
+    Options that a version of torch added, or that a scheduler did, may be missing or in excess.
+
+    Args:
+        optimizer: the optimiser at hand.
+        saved: options that were saved with a weight.
+
+    Raises:
+        ConfigError: they are such options.
+    """
+    missing = getattr(optimizer, "defaults", {}).keys() - saved.keys()
+    excess = saved.keys() - optimizer.param_groups[0].keys() - {FURTHER}
+    if missing and excess:
+        raise ConfigError(
+            f"the training state has {', '.join(sorted(excess))} of another optimizer, and no "
+            f"{', '.join(sorted(missing))} for {type(optimizer).__name__}; give the same optimizer, or load "
+            "the weights alone"
+        )
+
+
 def load_common(optimizer: Optimizer, further: Mapping[str, Any]) -> None:
     """Take the optimiser's state that belongs to no weight, of what was saved with a group."""
     optimizer.state.update(deepcopy(further.get("optimizer", {})))

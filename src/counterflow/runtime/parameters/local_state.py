@@ -25,7 +25,14 @@ from ..stages.stage import LocalStage
 from ..transport.base import Transport
 from .ema import WeightEma
 from .extra_state import ExtraState
-from .group_state import FURTHER, common_options, further_state, load_common, scheduler_state
+from .group_state import (
+    FURTHER,
+    common_options,
+    further_state,
+    load_common,
+    refuse_another_optimizer,
+    scheduler_state,
+)
 from .loss_scale import LossScale
 from .names import Names, first_of, matching
 from .optimizers import home_of
@@ -276,11 +283,14 @@ class LocalState:
         return by_group
 
     def _options(self, stage: int, saved: Saved) -> list[Mapping[str, Any]]:
-        groups = self._optimizers.by_stage[stage].param_groups
-        return [
-            common_options({name: state["options"] for name, _, state in of_group}) if of_group else group
-            for group, of_group in zip(groups, saved, strict=True)
-        ]
+        optimizer = self._optimizers.by_stage[stage]
+        by_group: list[Mapping[str, Any]] = []
+        for group, of_group in zip(optimizer.param_groups, saved, strict=True):
+            options = {name: state["options"] for name, _, state in of_group}
+            if options:
+                refuse_another_optimizer(optimizer, next(iter(options.values())))
+            by_group.append(common_options(options) if options else group)
+        return by_group
 
     def _schedule(
         self,

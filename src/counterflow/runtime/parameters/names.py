@@ -79,7 +79,9 @@ def matching(state: Mapping[str, Any], names: Sequence[str], local: Any) -> Any:
     """
     known = [name for name in names if name in state]
     if not known:
-        raise ConfigError(f"the state has no {names[0]!r}")
+        longer = next((name for name in state if name.endswith(f".{names[0]}")), None)
+        hint = "" if longer is None else f"; it has {longer!r}: leave out what goes before the model's name"
+        raise ConfigError(f"the state has no {names[0]!r}{hint}")
     value = state[known[0]]
     for name in known[1:]:
         refuse_untied("the state", (known[0], name), (value, state[name]))
