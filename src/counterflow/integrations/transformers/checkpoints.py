@@ -6,16 +6,21 @@ does the trainer without a pipeline, whose checkpoints are read the same way.
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 
 from counterflow.errors import ConfigError
 from counterflow.models import hf
+from counterflow.models.hf.weight_files import Folder
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.state_format import BACKOFF, GROWTH, LOSS_SCALE, LossScale, ParameterState
 
@@ -28,6 +33,9 @@ else:
 
 OPTIMIZER, SCHEDULER, SCALER, ARGUMENTS = "optimizer.pt", "scheduler.pt", "scaler.pt", "training_args.bin"
 """Files of a checkpoint, by transformers' names."""
+
+_RNG_STATES = "rng_state_0.pth", "rng_state.pth"
+"""Files of the random state, of several processes and of one."""
 
 PIPELINE = "counterflow"
 """In the file of the optimiser: what a pipeline resumes with beside it."""
@@ -78,6 +86,7 @@ class Checkpoints(Base):  # type: ignore[misc]
                     states[number] = parameter_state.state
             groups.append({**options, "params": [*range(count, count + len(group_names))]})
             count += len(group_names)
+        _fill_empty(groups, self.args.weight_decay)
         extra_state = {name: state[name] for name in ("step", "seed")}
         optimizer_state = {"state": states, "param_groups": groups, PIPELINE: extra_state}
         torch.save(optimizer_state, Path(output_dir) / OPTIMIZER)
@@ -108,12 +117,35 @@ class Checkpoints(Base):  # type: ignore[misc]
     def _save_rng_state(self, output_dir: str) -> None:
         if self.args.should_save:
             super()._save_rng_state(output_dir)
+            of_first, of_all = (Path(output_dir) / name for name in _RNG_STATES)
+            if of_first.exists():
+                of_first.replace(of_all)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Restore the first worker's random state on each: all draw the same order of the samples."""
+        if checkpoint is None:
+            return
+        known = [path for name in _RNG_STATES if (path := Path(checkpoint) / name).exists()]
+        with tempfile.TemporaryDirectory() as folder:
+            for name in (f"rng_state_{self.args.process_index}.pth", _RNG_STATES[-1]) if known else ():
+                shutil.copy(known[-1], Path(folder) / name)
+            super()._load_rng_state(folder if known else checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self.pipeline is None:
+        if self.pipeline is not None:
+            self.pipeline.load_model_state_dict(self._weights_of(resume_from_checkpoint))
+        elif self._has_adapters or not _has_safetensors(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
-            self.pipeline.load_model_state_dict(self._weights_of(resume_from_checkpoint))
+            _load(
+                self.model if model is None else model,
+                self._weights_of(resume_from_checkpoint),
+                resume_from_checkpoint,
+            )
+
+    @property
+    def _has_adapters(self) -> bool:
+        return hasattr(self.model, "peft_config")
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)
@@ -121,7 +153,9 @@ class Checkpoints(Base):  # type: ignore[misc]
     def _weights_of(self, folder: str) -> dict[str, Tensor]:
         from safetensors.torch import load_file  # noqa: PLC0415
 
-        adapters = hasattr(self.model, "peft_config")
+        adapters = self._has_adapters
+        if isinstance(self.model, PreTrainedModel) and not adapters and _has_safetensors(folder):
+            return Folder.read(Path(folder), self.model).tensors()
         weights: dict[str, Tensor] = {}
         for file in sorted(
             Path(folder).glob("adapter_model.safetensors" if adapters else "model*.safetensors")
@@ -178,6 +212,27 @@ class Checkpoints(Base):  # type: ignore[misc]
         self.lr_scheduler.optimizer = self.optimizer
         count = len(self.optimizer.param_groups)
         self.lr_scheduler.load_state_dict(_schedule_for_groups(schedule, count))
+
+
+def _has_safetensors(folder: str) -> bool:
+    return any(Path(folder).glob("model*.safetensors"))
+
+
+def _load(model: nn.Module, weights: Mapping[str, Tensor], folder: str) -> None:
+    tensors = model.state_dict(keep_vars=True)
+    read = {id(tensors[name]) for name in weights if name in tensors}
+    missing = next((name for name, tensor in tensors.items() if id(tensor) not in read), None)
+    if missing is not None:
+        raise ConfigError(f"{folder}: has no weights of {missing}; give a folder that this trainer wrote")
+    model.load_state_dict(weights, strict=False)
+
+
+def _fill_empty(groups: Sequence[dict[str, Any]], weight_decay: float) -> None:
+    """Give groups without weights the options of the rest, which torch's optimizers read all the same."""
+    options = next((group for group in groups if group["params"]), {})
+    for group, decay in zip(groups, (weight_decay, 0.0), strict=True):
+        if not group["params"]:
+            group.update({**options, "params": [], "weight_decay": decay})
 
 
 def _of_grad_scaler(scaling: LossScale) -> dict[str, float | int]:

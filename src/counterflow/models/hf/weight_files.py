@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from counterflow.common.extras import imported
 from counterflow.errors import ConfigError
 
-from .file_forms import ALL, StoredWeight, stored_weights
+from .file_forms import ALL, Load, StoredWeight, stored_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -98,6 +98,27 @@ class Folder:
                     return self.stored[known]
         return None
 
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors, by their names in the model."""
+        with ExitStack() as stack:
+            load = self._loader(stack)
+            return {name: weight.read(load) for name, weight in self.stored.items()}
+
+    def _loader(self, stack: ExitStack) -> Load:
+        from safetensors import safe_open  # noqa: PLC0415
+
+        opened: dict[str, Any] = {}
+
+        def load(name: str, rows: slice) -> Tensor:
+            file = self.files[name]
+            if file not in opened:
+                opened[file] = stack.enter_context(safe_open(self.path / file, "pt"))
+            reader = opened[file]
+            tensor: Tensor = reader.get_tensor(name) if rows == ALL else reader.get_slice(name)[rows]
+            return tensor
+
+        return load
+
     def copy_to(self, tensors: Iterable[tuple[StoredWeight, Sequence[Tensor]]], rows: slice = ALL) -> None:
         """Read weights into tensors, each file opened once.
 
@@ -108,19 +129,8 @@ class Folder:
         Raises:
             ConfigError: a tensor has another shape.
         """
-        from safetensors import safe_open  # noqa: PLC0415
-
         with ExitStack() as stack:
-            opened: dict[str, Any] = {}
-
-            def load(name: str, rows: slice) -> Tensor:
-                file = self.files[name]
-                if file not in opened:
-                    opened[file] = stack.enter_context(safe_open(self.path / file, "pt"))
-                reader = opened[file]
-                tensor: Tensor = reader.get_tensor(name) if rows == ALL else reader.get_slice(name)[rows]
-                return tensor
-
+            load = self._loader(stack)
             for weight, copies in tensors:
                 values = weight.read(load, rows)
                 for tensor in copies:
