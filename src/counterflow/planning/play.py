@@ -397,14 +397,12 @@ class Play:
 
     def _notes(self) -> list[str]:
         sharing = [node for node, _ in self.inputs.devices.kinds_of_nodes() if node.shares_cores]
-        limit = (
-            ""
-            if self.inputs.profile.message_core_seconds
-            else "; messages and sums are predicted as if they had cores of their own"
-        )
+        limit = "; messages and sums are predicted as if they had cores of their own"
+        if self.inputs.profile.message_core_seconds:
+            limit = ""
         notes = [
-            f"{node.devices} workers of a node share {node.cores} "
-            f"core{'s' if node.cores != 1 else ''}, in equal shares{limit}"
+            f"{node.devices} workers of a node share {plural(node.cores or 0, 'core')}, "
+            f"in equal shares{limit}"
             for node in dict.fromkeys(sharing)
         ]
         layers = self.inputs.profile.layers

@@ -228,7 +228,7 @@ def _load(model: nn.Module, weights: Mapping[str, Tensor], folder: str) -> None:
 
 
 def _fill_empty(groups: Sequence[dict[str, Any]], weight_decay: float) -> None:
-    """Give groups without weights the options of the rest, which torch's optimizers read all the same."""
+    # Torch's optimizers read the options of groups without weights, too.
     options = next((group for group in groups if group["params"]), {})
     for group, decay in zip(groups, (weight_decay, 0.0), strict=True):
         if not group["params"]:

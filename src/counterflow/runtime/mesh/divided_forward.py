@@ -73,7 +73,7 @@ class DividedForward(ComparedForward):
         return table[name]
 
     def _refresh(self) -> None:
-        """Give copies the attributes that their modules have now, and buffers of their own."""
+        # Copies have the attributes that their modules have now, and buffers of their own.
         for module, shallow in self._copies:
             buffers_of(shallow).update(
                 {

@@ -81,7 +81,7 @@ class ExpertForward(ComparedForward):
         return (expected, output) if knows_experts else None
 
     def _among_all(self, leaf: Any) -> Any:
-        """Rows of all experts, of those of the local ones; anything else as it is."""
+        # Counts of rows become those of all experts; anything else stays as it is.
         count = self._experts // self._positions
         is_count = isinstance(leaf, Tensor) and leaf.shape == (count,) and not leaf.is_floating_point()
         if not is_count or leaf.is_complex() or leaf.dtype is torch.bool:

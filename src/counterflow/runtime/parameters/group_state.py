@@ -137,7 +137,7 @@ def scheduler_state(
 
 
 def _fill(fitting: dict[str, Any], current: Mapping[str, Any], options: Sequence[Mapping[str, Any]]) -> bool:
-    """Give a saved state the lists for the groups at hand; False: it does not fit."""
+    # False: the state does not fit.
     groups = len(options)
     entries = [group.get(FURTHER, {}).get("scheduler", {}) for group in options]
     try:
