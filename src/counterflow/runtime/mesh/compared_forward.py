@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from counterflow.api.aux_loss import collecting
-from counterflow.api.carry import Carry
 from counterflow.common.doubling import is_doubling
 from counterflow.common.tensors.dtensors import is_dtensor
 from counterflow.common.tensors.torch_private import buffers_of
@@ -85,14 +84,9 @@ class ComparedForward(ABC):
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Output of a forward of which no state, draw, loss or graph remains."""
         args, kwargs = pytree.tree_map_only(Tensor, copied, (args, kwargs))
-        carries = [(carry, dict(vars(carry))) for carry in self._module.modules() if isinstance(carry, Carry)]
         device = next(tensor.device for tensor in dimensional((args, kwargs)))
-        try:
-            with undisturbed(self._module, device), torch.no_grad(), collecting():
-                return forward(*args, **kwargs)
-        finally:
-            for carry, attributes in carries:
-                vars(carry).update(attributes)
+        with undisturbed(self._module, device), torch.no_grad(), collecting():
+            return forward(*args, **kwargs)
 
     def _compare(self, args: Any, kwargs: Any) -> None:
         device = next(tensor.device for tensor in dimensional((args, kwargs)))

@@ -9,7 +9,7 @@ contains.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -292,30 +292,31 @@ class Agreement:
         if not any(map(any, digests)):
             return
         for row in self._peers.ranks:
-            for name, column in zip(_NAMES, zip(*(digests[rank] for rank in row), strict=True), strict=True):
-                ranks_by_digest = {digest: rank for rank, digest in zip(row, column, strict=True) if digest}
-                if len(ranks_by_digest) > 1:
-                    first, second = sorted(ranks_by_digest.values())[:2]
-                    raise ConfigError(
-                        f"step {step}: the {name} of ranks {first} and {second} have the same shape "
-                        "but different contents; all workers of a replica get the same mini-batch, or None "
-                        "where it is not read"
-                    )
+            for name, first, second in _differences(row, digests):
+                raise ConfigError(
+                    f"step {step}: the {name} of ranks {first} and {second} have the same shape "
+                    "but different contents; all workers of a replica get the same mini-batch, or None "
+                    "where it is not read"
+                )
 
     def _compare_sequences(self, step: int, digests: Sequence[Sequence[float]]) -> None:
         for group in self._peers.same_sequences:
             ranks = [rank for replica in group for rank in self._peers.ranks[replica]]
-            for name, column in zip(
-                _NAMES, zip(*(digests[rank] for rank in ranks), strict=True), strict=True
-            ):
-                rank_of = {digest: rank for rank, digest in zip(ranks, column, strict=True) if digest}
-                if len(rank_of) > 1:
-                    first, second = sorted(rank_of.values())[:2]
-                    raise ConfigError(
-                        f"step {step}: ranks {first} and {second} share sequences, and their {name} are "
-                        "shares of different ones; give both the same samples, the part "
-                        "pipeline.data.number of pipeline.data.count"
-                    )
+            for name, first, second in _differences(ranks, digests):
+                raise ConfigError(
+                    f"step {step}: ranks {first} and {second} share sequences, and their {name} are "
+                    "shares of different ones; give both the same samples, the part "
+                    "pipeline.data.number of pipeline.data.count"
+                )
+
+
+def _differences(ranks: Sequence[int], digests: Sequence[Sequence[float]]) -> Iterator[tuple[str, int, int]]:
+    # What of a mini-batch two of the ranks have otherwise, and these; a digest of 0 is not known.
+    for name, column in zip(_NAMES, zip(*(digests[rank] for rank in ranks), strict=True), strict=True):
+        rank_of = {digest: rank for rank, digest in zip(ranks, column, strict=True) if digest}
+        if len(rank_of) > 1:
+            first, second = sorted(rank_of.values())[:2]
+            yield name, first, second
 
 
 def samples_of(reports: Sequence[SampleCounts], peers: Peers) -> tuple[int, int]:
