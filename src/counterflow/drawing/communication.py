@@ -75,12 +75,12 @@ def plan_lines(program: Program, plan: CommunicationPlan) -> Iterator[str]:
         posted = plural(ahead[0], "op") if len(ahead) == 1 else f"{ahead[0]} to {plural(ahead[-1], 'op')}"
         yield (
             f"worker {worker}: {plural(len(table.slots), 'message')}, posted {posted} ahead, in "
-            f"{plural(len(table.sizes), 'buffer')}; all are in use at action {table.peak}"
+            f"{plural(table.count, 'buffer')}; all are in use at action {table.peak}"
         )
         spans, ops = _spans(program, plan, worker), _ops(program, worker)
         width = 1 + max(map(len, (*ops, *(span.name for span in spans))))
         yield "op".ljust(10) + "".join(op.ljust(width) for op in ops).rstrip()
-        for buffer in range(len(table.sizes)):
+        for buffer in range(table.count):
             cells = [" " * width] * len(ops)
             for span in spans:
                 if span.buffer == buffer:
@@ -123,7 +123,7 @@ def _figure(program: Program, plan: CommunicationPlan) -> Figure:
     workers = range(len(program.actions))
     columns = max(len(_ops(program, worker)) for worker in workers)
     width = _MARGIN + columns * _COLUMN + 0.2
-    height = 0.5 + sum(_GAP + (len(plan.buffers[worker].sizes) + 1) * _ROW for worker in workers)
+    height = 0.5 + sum(_GAP + (plan.buffers[worker].count + 1) * _ROW for worker in workers)
     figure = sized(width, height)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_xlim(0, width)
@@ -141,7 +141,7 @@ def _figure(program: Program, plan: CommunicationPlan) -> Figure:
         for column, op in enumerate(_ops(program, worker)):
             middle = _MARGIN + (column + 0.5) * _COLUMN
             axes.text(middle, top + _ROW / 2, op, size=5.5, color=palette.INK, ha="center", va="center")
-        for buffer in range(len(plan.buffers[worker].sizes)):
+        for buffer in range(plan.buffers[worker].count):
             row = top + (buffer + 1.5) * _ROW
             axes.text(0.15, row, f"buffer {buffer}", size=5.5, color=palette.INK, va="center")
         for span in _spans(program, plan, worker):
@@ -152,5 +152,5 @@ def _figure(program: Program, plan: CommunicationPlan) -> Figure:
                 if length > 0:
                     axes.add_patch(Rectangle(corner, length, _ROW - 0.04, facecolor=fill, edgecolor="none"))
             axes.text(corner[0] + 0.04, corner[1] + _ROW / 2 - 0.02, span.name, size=5.5, va="center")
-        top += _GAP / 2 + (len(plan.buffers[worker].sizes) + 1) * _ROW
+        top += _GAP / 2 + (plan.buffers[worker].count + 1) * _ROW
     return figure

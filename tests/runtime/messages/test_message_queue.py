@@ -170,7 +170,7 @@ def _made(layers: list[nn.Module], schedule: Schedule, **options: Any) -> list[i
     for _ in range(8):
         pipeline.step(torch.ones(16, 4), torch.ones(16, 4))
         messages = pipeline._engine.runner.interpreter.in_flight.messages
-        found.append(messages._pool.allocations + messages._slots.allocations)
+        found.append(messages._pool.allocations + messages._memory.allocations)
     pipeline.flush()
     return found
 

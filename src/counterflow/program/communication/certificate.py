@@ -26,8 +26,8 @@ def certificate(program: Program, plan: CommunicationPlan) -> dict[str, Any]:
         "workers": [
             {
                 "actions": list(map(str, actions)),
-                "buffers": len(table.sizes),
-                "in_use": int(table.in_use),
+                "buffers": table.count,
+                "in_use": table.in_use,
                 "in_use_at": table.peak,
                 "receives": [
                     {

@@ -42,7 +42,7 @@ def communication_plan(program: Program, graph: OpGraph | None = None) -> Commun
 
     >>> from counterflow.program.lowering import lower
     >>> from counterflow.schedule.schemes import dapple
-    >>> [len(table.sizes) for table in communication_plan(lower(dapple(stages=4, micro_batches=8))).buffers]
+    >>> [table.count for table in communication_plan(lower(dapple(stages=4, micro_batches=8))).buffers]
     [2, 5, 4, 2]
     """
     graph = OpGraph(program.schedule) if graph is None else graph

@@ -8,9 +8,8 @@ needs as many slots as lives that overlap at one place (Golumbic, Algorithmic Gr
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -40,26 +39,24 @@ class Lifetime(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BufferTable:
-    """Receive buffers of one worker.
+    """Receive buffers of one worker, for messages of equal sizes.
 
     Attributes:
         lifetimes: its receives in the order of their starts.
         slots: the buffer of each.
-        sizes: size of each buffer: that of its largest message.
-        peak: index of the action at which most is in use; None: nothing is received.
-        in_use: the size of all messages in use there, which no table can go below.
+        peak: index of the action at which most are in use; None: nothing is received.
+        in_use: the messages in use there, which no table can go below.
     """
 
     lifetimes: tuple[Lifetime, ...]
     slots: tuple[int, ...]
-    sizes: tuple[float, ...]
     peak: int | None
-    in_use: float
+    in_use: int
 
     @property
-    def size(self) -> float:
-        """Size of all buffers."""
-        return sum(self.sizes)
+    def count(self) -> int:
+        """Number of buffers."""
+        return len({*self.slots})
 
 
 def lifetimes(program: Program, worker: int, graph: OpGraph | None = None) -> tuple[Lifetime, ...]:
@@ -125,34 +122,12 @@ def _end(
     )
 
 
-def colour(
-    lives: Sequence[Lifetime], sizes: Sequence[float] = (), kinds: Sequence[Hashable] = ()
-) -> BufferTable:
-    """Buffers for some lives.
-
-    Larger messages are assigned first, those of one size in the order of their starts, each to the smallest
-    buffer that is free while it lives. If all sizes and kinds are equal, a buffer is added only where all are
-    in use, so there are no fewer. Of equal buffers the one that is free for the longest time is taken, or the
-    one for the shortest, whichever way needs less memory: with unequal sizes this is a heuristic.
+def colour(lives: Sequence[Lifetime]) -> BufferTable:
+    """Buffers for some lives: a buffer is added only where all are in use, so there are no fewer.
 
     Args:
         lives: lives in the order of their starts.
-        sizes: size of each message; default: 1 each.
-        kinds: kind of each message: only those of equal kinds share buffers; default: all are equal.
     """
-    sizes = sizes or (1.0,) * len(lives)
-    kinds = kinds or (None,) * len(lives)
-    if len({*zip(sizes, kinds, strict=True)}) <= 1:
-        slots = _equal_size_slots(lives)
-        buffer_sizes = tuple(sizes[:1]) * len({*slots})
-    else:
-        tables = (_assigned(lives, sizes, kinds, prefer) for prefer in (1, -1))
-        slots, buffers = min(tables, key=lambda table: sum(buffer.size for buffer in table[1]))
-        buffer_sizes = tuple(buffer.size for buffer in buffers)
-    return BufferTable(tuple(lives), tuple(slots), buffer_sizes, *_peak_action_and_size(lives, sizes))
-
-
-def _equal_size_slots(lives: Sequence[Lifetime]) -> list[int]:
     free: deque[int] = deque()
     used: list[tuple[int, int]] = []
     slots: list[int] = []
@@ -161,54 +136,14 @@ def _equal_size_slots(lives: Sequence[Lifetime]) -> list[int]:
             free.append(heappop(used)[1])
         slots.append(free.popleft() if free else len(used))
         heappush(used, (end, slots[-1]))
-    return slots
+    peak, in_use = most_in_use(lives, (1,) * len(lives))
+    return BufferTable(tuple(lives), tuple(slots), peak, in_use)
 
 
-def _assigned(
-    lives: Sequence[Lifetime], sizes: Sequence[float], kinds: Sequence[Hashable], prefer: int
-) -> tuple[list[int], list[_Buffer]]:
-    # prefer: 1, the buffer that is free for the longest time; -1, for the shortest
-    slots = [0] * len(lives)
-    buffers: list[_Buffer] = []
-    for number in sorted(range(len(lives)), key=lambda number: -sizes[number]):
-        life, kind = lives[number], kinds[number]
-        fitting = [
-            (buffer.size, prefer * before, slot)
-            for slot, buffer in enumerate(buffers)
-            if buffer.kind == kind and (before := buffer.free_since(life)) is not None
-        ]
-        if fitting:
-            _, _, slots[number] = min(fitting)
-        else:
-            slots[number] = len(buffers)
-            buffers.append(_Buffer(sizes[number], kind))
-        buffers[slots[number]].add(life)
-    return slots, buffers
-
-
-class _Buffer:
-    def __init__(self, size: float, kind: Hashable) -> None:
-        self.size, self.kind = size, kind
-        self._starts: list[int] = []
-        self._ends: list[int] = []
-
-    def free_since(self, life: Lifetime) -> int | None:
-        """End of the life before a further one; None: it overlaps another."""
-        place = bisect_left(self._starts, life.start)
-        if place < len(self._starts) and self._starts[place] <= life.end:
-            return None
-        before = self._ends[place - 1] if place else -1
-        return before if before < life.start else None
-
-    def add(self, life: Lifetime) -> None:
-        place = bisect_left(self._starts, life.start)
-        self._starts.insert(place, life.start)
-        self._ends.insert(place, life.end)
-
-
-def _peak_action_and_size(lives: Sequence[Lifetime], sizes: Sequence[float]) -> tuple[int | None, float]:
-    used: list[tuple[int, float]] = []
-    in_use = most = 0.0
+def most_in_use(lives: Sequence[Lifetime], sizes: Sequence[int]) -> tuple[int | None, int]:
+    """The action at which most is in use, and the size of all messages in use there."""
+    used: list[tuple[int, int]] = []
+    in_use = most = 0
     peak = None
     for (_, start, _, end), size in zip(lives, sizes, strict=True):
         while used and used[0][0] < start:

@@ -23,7 +23,7 @@ from counterflow.program.shifts import shifted, shifted_op
 from counterflow.schedule.ir import Op, OpKind, Product, Schedule
 
 from ..messages.compression import Compression
-from ..messages.receive_slots import ReceiveSlots
+from ..messages.receive_layout import ReceiveLayout
 from ..mini_batch.batch import Batch
 from ..mini_batch.loss_output import LossFunction
 from ..stages.saved_bytes import SavedBytes
@@ -145,7 +145,7 @@ class Interpreter:
             ]
         if self.schedule.synchronous:
             receives = [task.envelope for task in tasks if isinstance(task, ReceiveTask)]
-            ReceiveSlots(lifetimes(program, self.worker), receives)
+            ReceiveLayout(lifetimes(program, self.worker), receives)
         prefix = next((i for i, task in enumerate(tasks) if not self._is_local(task.action)), len(tasks))
         return Tasks(tuple(tasks[:prefix]), tuple(tasks[prefix:]))
 

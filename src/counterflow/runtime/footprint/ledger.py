@@ -1,7 +1,7 @@
 """Memory blocks of one worker, in the order in which they are allocated and freed.
 
 Invariant: a block is counted from the operator that makes its storage to the end of the storage, however many
-tensors share it.
+tensors share it. A storage of a part of another's memory (``storage[begin:end]``) is counted with that.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Part(StrEnum):
 
 
 class _Block:
-    __slots__ = ("part", "reference", "size")
+    __slots__ = ("address", "part", "reference", "size")
 
-    def __init__(self, size: int, part: Part) -> None:
-        self.size, self.part = size, part
+    def __init__(self, size: int, part: Part, address: int = 0) -> None:
+        self.size, self.part, self.address = size, part, address
         self.reference: weakref.ref[torch.UntypedStorage] | None = None
 
 
@@ -67,10 +67,21 @@ class Ledger:
         key = storage._cdata  # noqa: SLF001 - its identity
         if key in self._live or key in self._excluded or not storage.nbytes():
             return
-        block = _Block(storage.nbytes(), part)
+        if self._block(storage) is not None:
+            return
+        block = _Block(storage.nbytes(), part, storage.data_ptr())
         block.reference = weakref.ref(storage, partial(self._free, key))
         self._live[key] = block
         self._events.append((block, 1))
+
+    def _block(self, storage: torch.UntypedStorage) -> _Block | None:
+        """The block of a storage, or the one whose memory it is a part of."""
+        block = self._live.get(storage._cdata)  # noqa: SLF001 - its identity
+        if block is None and not storage.resizable():
+            address = storage.data_ptr()
+            live = self._live.values()
+            return next((b for b in live if 0 <= address - b.address < b.size), None)
+        return block
 
     def _free(self, key: int, _: object) -> None:
         self._events.append((self._live.pop(key), -1))
@@ -79,7 +90,7 @@ class Ledger:
         """Assign the storages of tensors to a part; those that no operator made are counted from now on."""
         for tensor in tensors:
             self.add(tensor, part)
-            block = self._live.get(tensor.untyped_storage()._cdata)  # noqa: SLF001 - its identity
+            block = self._block(tensor.untyped_storage())
             if block is not None:
                 block.part = part
 

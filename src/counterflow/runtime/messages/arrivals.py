@@ -40,7 +40,7 @@ class PostedReceive:
         buffers, form = self.buffers, self.form
         if self.restore is not None:
             buffers = self.restore(buffers)
-        pooled = form.slot is None
+        pooled = form.region is None
         if count == 1 and len(buffers) == 1:
             tensor = buffers[0].detach()
             if as_leaves and form.specs[0][0].requires_grad:

@@ -9,6 +9,7 @@ from typing import Protocol
 from counterflow.schedule.ir import SkipLink
 
 from .compression import Compression
+from .receive_memory import Region
 from .values import Shapes, Structure, TensorSpec, Unit
 
 Place = int | SkipLink
@@ -29,8 +30,7 @@ class MessageForm:
         message: specs of the tensors that are sent.
         gradients: for gradients, the number of tensors that require one.
         missing: indices of those among them that have none.
-        slot: receive buffer by the communication plan; None: any of the pool.
-        slot_bytes: size of that buffer.
+        region: part of the memory of received messages; None: any buffer of the pool.
     """
 
     known: Shapes
@@ -40,12 +40,11 @@ class MessageForm:
     message: Sequence[TensorSpec]
     gradients: int = 0
     missing: frozenset[int] = frozenset()
-    slot: int | None = None
-    slot_bytes: int = 0
+    region: Region | None = None
 
 
-class SlotAssigner(Protocol):
-    """Receive buffers of a list (``receive_slots.py``)."""
+class RegionAssigner(Protocol):
+    """Regions of a list's messages (``receive_layout.py``)."""
 
     def assign(self, known: Shapes, compression: Compression | None) -> None:
         """Set the forms of all envelopes of the list."""
@@ -61,7 +60,7 @@ class Envelope:
         stage: stage of the op that makes the values, for errors.
         of: source and unit of each value.
         gradient: True for the gradients of these values, False for the values.
-        slots: receive buffers of its list; None: it is sent, or received in any buffer of the pool.
+        layout: regions of its list; None: it is sent, or received in any buffer of the pool.
         known_form: its form in the last mini-batch.
     """
 
@@ -70,23 +69,23 @@ class Envelope:
     stage: int
     of: Sequence[Of]
     gradient: bool
-    slots: SlotAssigner | None = None
+    layout: RegionAssigner | None = None
     known_form: MessageForm | None = None
 
     def form(self, known: Shapes, compression: Compression | None) -> MessageForm:
         """Shapes of the message in a mini-batch of ``known`` shapes."""
         form = self.known_form
         if form is None or form.known is not known:
-            if self.slots is None:
+            if self.layout is None:
                 self.known_form = self.look_up(known, compression)
             else:
-                self.slots.assign(known, compression)
+                self.layout.assign(known, compression)
             form = self.known_form
             assert form is not None
         return form
 
     def look_up(self, known: Shapes, compression: Compression | None) -> MessageForm:
-        """Shapes of the message, without its buffer."""
+        """Shapes of the message, without its region."""
         layouts = [known[of] for of in self.of]
         structures, specs = [layout.structure for layout in layouts], [layout.tensors for layout in layouts]
         gradients, missing = 0, frozenset[int]()

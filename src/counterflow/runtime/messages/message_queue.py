@@ -29,7 +29,7 @@ from ..transport.base import Pending, Transport
 from .arrivals import PostedDescribed, PostedReceive, Received, note_missing
 from .compression import Compression
 from .envelope import Envelope, MessageForm
-from .slot_buffers import SlotBuffers
+from .receive_memory import ReceiveMemory
 from .values import NUMBER, BufferPool, Shapes, Structure, TensorSpec, described
 
 _Sized = tuple[Structure | None, int]
@@ -56,7 +56,7 @@ class MessageQueue:
         self.compression = compression
         self._end_ops = end_ops
         self._pool = BufferPool(transport.device)
-        self._slots = SlotBuffers(transport.device)
+        self._memory = ReceiveMemory(transport.device)
         self._arrivals: dict[int, PostedReceive | PostedDescribed] = {}
         self._outbox: dict[int, tuple[Sequence[Tensor | None], Sequence[_Sized]]] = {}
         self._waits = transport.device.type == "cpu"
@@ -153,10 +153,10 @@ class MessageQueue:
             arrival = PostedDescribed(described_, envelope, learnt)
         else:
             compression, form = self.compression, envelope.form(known, self.compression)
-            if form.slot is None:
+            if form.region is None:
                 buffers = list(map(self._pool.take, form.message))
             else:
-                buffers = self._slots.take(form.slot, form.slot_bytes, form.message, self._end_ops)
+                buffers = self._memory.take(form.region, form.message, self._end_ops)
             pending = self.transport.receive(buffers, envelope.peer, envelope.number)
             restore = None
             if compression is not None:
