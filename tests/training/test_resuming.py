@@ -99,6 +99,10 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(
     one, other = (Checkpoint.load(tmp_path / name, name) for name in ("whole", "killed"))
     torch.testing.assert_close(one.model, other.model, rtol=0, atol=0)
     torch.testing.assert_close(one.optimizer, other.optimizer, rtol=0, atol=0)
+    schedulers = [
+        {key: of.objects([key])[key] for key in of.index.objects if "scheduler" in key} for of in (one, other)
+    ]
+    assert schedulers[0] == schedulers[1] != {}
     assert not list((tmp_path / "killed").rglob(".*"))
 
 

@@ -174,7 +174,14 @@ class Job:
     def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         """The learning-rate scheduler from the first step on."""
         section, steps, first = self.config.optimizer, self.config.train.steps, self.first_step
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: rate_factor(section, steps, first + n))
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])  # a scheduler that begins later asks for it
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda n: rate_factor(section, steps, n), last_epoch=first - 1
+        )
+        # Checkpoints of a resumed run have the counts of one that was not stopped.
+        scheduler.load_state_dict({**scheduler.state_dict(), "_step_count": first + 1})
+        return scheduler
 
     @staticmethod
     def follow(schedulers: Iterable[torch.optim.lr_scheduler.LRScheduler]) -> None:

@@ -74,6 +74,25 @@ def chained(optimizer: optim.Optimizer) -> Any:
     return lr_scheduler.ChainedScheduler([*parts], optimizer=optimizer)
 
 
+class Milestones(lr_scheduler.LRScheduler):
+    """Rates that are halved at two steps, whatever the groups are, by factors of the groups."""
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        self.milestones = [3, 6]
+        self.factors = [1.0 + group["lr"] for group in optimizer.param_groups]
+        self.rates: list[float] = []
+        super().__init__(optimizer)
+
+    @override
+    def get_lr(self) -> list[float | Tensor]:
+        halvings = sum(self.last_epoch >= step for step in self.milestones)
+        rates = [
+            base * factor * 0.5**halvings for base, factor in zip(self.base_lrs, self.factors, strict=True)
+        ]
+        self.rates.append(len(self.rates))
+        return rates
+
+
 def one_process(optimizer_of: Make, scheduler_of: Make | None, steps: int) -> dict[str, Tensor]:
     net = model()
     optimizer = optimizer_of(Parameters(net.named_parameters()))
@@ -108,7 +127,13 @@ def run(  # noqa: PLR0917
 @pytest.mark.parametrize("by_file", [False, True])
 @pytest.mark.parametrize(
     ("optimizer", "scheduler"),
-    [(two_rates, warm_up), (two_rates, cyclic), (two_rates, chained), (counting, None)],
+    [
+        (two_rates, warm_up),
+        (two_rates, cyclic),
+        (two_rates, chained),
+        (two_rates, Milestones),
+        (counting, None),
+    ],
 )
 def test_other_cuts_and_owners_go_on_as_one_process(
     optimizer: Make, scheduler: Make | None, by_file: bool, tmp_path: Path

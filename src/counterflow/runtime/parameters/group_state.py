@@ -7,12 +7,12 @@ is saved with the entries of its group, of which the lists for other groups are 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -23,6 +23,14 @@ FURTHER = "further_state"
 
 _OPTIONS = {"base_lrs": "initial_lr", "_last_lr": "lr"}
 """Lists of a scheduler that the options of the groups contain."""
+
+_OF_TORCH = frozenset(
+    {
+        *_OPTIONS,
+        *("lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"),
+    }
+)
+"""Lists with an entry for each group in torch's schedulers."""
 
 _NESTED = "_schedulers"
 """Name of the list of the states of schedulers in a scheduler's state."""
@@ -41,12 +49,52 @@ def has_entry_by_group(name: str, value: object, groups: int) -> bool:
     return is_public and isinstance(value, list) and len(value) == groups
 
 
-def further_state(optimizer: Optimizer, scheduler: LRScheduler | None) -> list[dict[str, Any]]:
-    """What is saved with the weights of each group beside its options; empty where these have all."""
+def group_lists(
+    make: Callable[[Optimizer], LRScheduler], optimizer: Optimizer, scheduler: LRScheduler
+) -> frozenset[str]:
+    """Names of the lists with an entry for each group in a scheduler's state.
+
+    A list of a user's scheduler may have as many entries as there are groups by chance, milestones for
+    example. So the scheduler is made for an optimiser with a group more: a list that stays as long is none.
+
+    Args:
+        make: the user's function of an optimiser to a scheduler.
+        optimizer: the optimiser.
+        scheduler: its scheduler.
+    """
+    groups = len(optimizer.param_groups)
+    names = _names(scheduler, groups) if hasattr(scheduler, "state_dict") else frozenset()
+    if names <= _OF_TORCH:
+        return names
+    options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    larger = [
+        deepcopy(group) | {"params": [nn.Parameter(torch.zeros(1))]} for group in (*options, options[-1])
+    ]
+    try:
+        trial = make(Optimizer(larger, getattr(optimizer, "defaults", {})))
+        return names & (_OF_TORCH | _names(trial, groups + 1))
+    except Exception:  # the user's function may raise anything, such as that a group has no entry
+        return names
+
+
+def _names(scheduler: LRScheduler, groups: int) -> frozenset[str]:
+    return frozenset(place[-1] for place, _ in _lists(scheduler.state_dict(), groups))
+
+
+def further_state(
+    optimizer: Optimizer, scheduler: LRScheduler | None, names: Collection[str] = _OF_TORCH
+) -> list[dict[str, Any]]:
+    """What is saved with the weights of each group beside its options; empty where these have all.
+
+    Args:
+        optimizer: the optimiser.
+        scheduler: its scheduler; None: it has none.
+        names: ``group_lists`` of the scheduler.
+    """
     groups = len(optimizer.param_groups)
     by_group: list[dict[str, Any]] = [{} for _ in range(groups)]
     if scheduler is not None:
-        for place, values in _lists(scheduler.state_dict(), groups):
+        for place, values in _lists(scheduler.state_dict(), groups, names):
             is_function = place[-1] == "lr_lambdas" and not any(values)
             if place[0] not in _OPTIONS and not is_function:
                 for group, value in zip(by_group, values, strict=True):
@@ -111,6 +159,7 @@ def scheduler_state(
     stage: int,
     scheduler: LRScheduler,
     options: Sequence[Mapping[str, Any]],
+    names: Collection[str] = _OF_TORCH,
 ) -> dict[str, Any] | None:
     """Return a scheduler's state for the groups at hand: the stage's, or any stage's if the cuts differ.
 
@@ -119,6 +168,7 @@ def scheduler_state(
         stage: the scheduler's.
         scheduler: the scheduler.
         options: saved options of each group.
+        names: ``group_lists`` of the scheduler.
 
     Returns:
         None: no state fits.
@@ -130,18 +180,23 @@ def scheduler_state(
         if fitting.keys() == {"last_epoch"}:  # of another system; a function of the step needs no more
             fitting = deepcopy(current) | fitting | {"_step_count": fitting["last_epoch"] + 1}
         if fitting.keys() <= current.keys() <= fitting.keys() | {"lr_lambdas"} and _fill(
-            fitting, current, options
+            fitting, current, options, names
         ):
             return fitting
     return None
 
 
-def _fill(fitting: dict[str, Any], current: Mapping[str, Any], options: Sequence[Mapping[str, Any]]) -> bool:
+def _fill(
+    fitting: dict[str, Any],
+    current: Mapping[str, Any],
+    options: Sequence[Mapping[str, Any]],
+    names: Collection[str],
+) -> bool:
     # False: the state does not fit.
     groups = len(options)
     entries = [group.get(FURTHER, {}).get("scheduler", {}) for group in options]
     try:
-        for place, values in _lists(current, groups):
+        for place, values in _lists(current, groups, names):
             *path, name = place
             owner: Any = fitting
             for part in path:
@@ -160,17 +215,19 @@ def _fill(fitting: dict[str, Any], current: Mapping[str, Any], options: Sequence
                 owner[name] = saved[:1] * groups
     except (KeyError, IndexError, TypeError):
         return False
-    lists = [key for key, value in current.items() if isinstance(value, list)]
-    return all(len(fitting[key]) == len(current[key]) for key in lists)
+    return True
 
 
-def _lists(state: Mapping[str, Any], groups: int) -> Iterator[tuple[Place, list[Any]]]:
+def _lists(
+    state: Mapping[str, Any], groups: int, names: Collection[str] | None = None
+) -> Iterator[tuple[Place, list[Any]]]:
     for key, value in state.items():
         if key == _NESTED and isinstance(value, Sequence):
             for number, nested in enumerate(value):
                 if isinstance(nested, Mapping):
-                    yield from (((key, number, *place), values) for place, values in _lists(nested, groups))
-        elif has_entry_by_group(key, value, groups):
+                    lists = _lists(nested, groups, names)
+                    yield from (((key, number, *place), values) for place, values in lists)
+        elif (names is None or key in names) and has_entry_by_group(key, value, groups):
             yield (key,), value
 
 

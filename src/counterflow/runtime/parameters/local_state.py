@@ -202,7 +202,8 @@ class LocalState:
     def _training_of(self, stage: int) -> Iterator[tuple[Sequence[StateName], Any]]:
         if stage in self._optimizers.by_stage:
             optimizer, names = self._optimizers.by_stage[stage], self._optimizers.names(stage)
-            further = further_state(optimizer, self._optimizers.schedulers.get(stage))
+            scheduler, lists = self._optimizers.schedulers.get(stage), self._optimizers.group_lists
+            further = further_state(optimizer, scheduler, lists.get(stage, ()))
             for group, extra in zip(optimizer.param_groups, further, strict=True):
                 options = {key: _host_copy(value) for key, value in group.items() if key not in _OF_GROUP}
                 if extra:
@@ -299,7 +300,7 @@ class LocalState:
         states: Mapping[int, dict[str, Any]],
         options: Sequence[Mapping[str, Any]],
     ) -> dict[str, Any]:
-        schedule = scheduler_state(states, stage, scheduler, options)
+        schedule = scheduler_state(states, stage, scheduler, options, self._optimizers.group_lists[stage])
         if schedule is None:
             raise ConfigError(
                 f"the training state has no learning-rate schedule for stage {stage} with its {len(options)} "

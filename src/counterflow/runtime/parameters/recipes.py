@@ -9,7 +9,7 @@ Invariant: no weights travel, and the function is called once more only where op
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, cast
 
 import torch
@@ -22,7 +22,7 @@ from counterflow.errors import ConfigError
 
 from ..stages.randomness import RandomStreams
 from ..transport.base import Transport
-from .group_state import has_entry_by_group
+from .group_state import group_lists, has_entry_by_group
 from .optimizers import MakeOptimizer, MakeScheduler, Parameters
 
 _FOR_SPEED: Final = {"fused", "foreach", "capturable", "differentiable"}
@@ -49,15 +49,17 @@ class Recipe(NamedTuple):
         return {repr(sorted(group.items())) for group in self.groups}
 
     @classmethod
-    def of(cls, optimizer: Optimizer, scheduler: LRScheduler | None) -> Recipe:
-        """The recipe of an optimiser that a user's function made."""
+    def of(cls, optimizer: Optimizer, scheduler: LRScheduler | None, names: Collection[str]) -> Recipe:
+        """The recipe of an optimiser that a user's function made; ``names`` are the ``group_lists``."""
         options = {"optimizer": source_of_name(type(optimizer))}
         options |= dict(_in_words(getattr(optimizer, "defaults", {})))
         groups = [dict(_in_words(g, without={"params", "initial_lr"})) for g in optimizer.param_groups]
         if scheduler is not None:
             options["scheduler"] = source_of_name(type(scheduler))
             state = {k: v for k, v in vars(scheduler).items() if k not in _OF_GROUPS and k != "optimizer"}
-            by_group = {k: v for k, v in state.items() if has_entry_by_group(k, v, len(groups))}
+            by_group = {
+                k: v for k, v in state.items() if k in names and has_entry_by_group(k, v, len(groups))
+            }
             options |= _of_scheduler({k: v for k, v in state.items() if k not in by_group})
             groups = [
                 _of_scheduler({k: v[number] for k, v in by_group.items()}) | group
@@ -89,18 +91,25 @@ class Recipes:
         self._optimizer, self._scheduler, self._sharded = optimizer, scheduler, sharded
         self._streams, self._transport = streams, transport
 
-    def compare(self, optimizers: Mapping[int, Optimizer], schedulers: Mapping[int, LRScheduler]) -> None:
+    def compare(
+        self,
+        optimizers: Mapping[int, Optimizer],
+        schedulers: Mapping[int, LRScheduler],
+        names: Mapping[int, Collection[str]],
+    ) -> None:
         """Compare the optimisers; all workers call it.
 
         Args:
             optimizers: this worker's, by stage.
             schedulers: this worker's, by stage.
+            names: ``group_lists`` of the schedulers.
 
         Raises:
             ConfigError: workers made them otherwise.
         """
         recipes_here = {
-            stage: Recipe.of(of_rank, schedulers.get(stage)) for stage, of_rank in optimizers.items()
+            stage: Recipe.of(of_rank, schedulers.get(stage), names.get(stage, ()))
+            for stage, of_rank in optimizers.items()
         }
         rows = cast("list[dict[int, Recipe]]", self._transport.gather_objects(recipes_here))
         first: dict[int, tuple[int, Recipe]] = {}
@@ -124,7 +133,10 @@ class Recipes:
         with self._streams.preserved():
             try:
                 optimizer = self._optimizer(Parameters(small.items()))
-                return Recipe.of(optimizer, None if self._scheduler is None else self._scheduler(optimizer))
+                if self._scheduler is None:
+                    return Recipe.of(optimizer, None, ())
+                scheduler = self._scheduler(optimizer)
+                return Recipe.of(optimizer, scheduler, group_lists(self._scheduler, optimizer, scheduler))
             except Exception:  # the user's function may raise anything
                 return None
 

@@ -13,6 +13,7 @@ from counterflow.errors import ConfigError
 
 from ..stages.randomness import RandomStreams
 from ..transport.base import Transport
+from .group_state import group_lists
 from .optimizer_probe import OptimizerProbe
 from .optimizers import MakeOptimizer, MakeScheduler, optimizer_of, refuse_others, scheduler_of
 from .parameter_placement import ParameterPlacement
@@ -55,6 +56,8 @@ class StageOptimizers:
         self._by_stage: dict[int, Optimizer] = {}
         self._tensor_options: dict[int, TensorOptions] = {}
         self.schedulers: dict[int, LRScheduler] = {}
+        self.group_lists: dict[int, frozenset[str]] = {}
+        """By stage, names of its scheduler's lists with an entry for each group."""
         sharded = owners is not None
         self._probe = OptimizerProbe(optimizer, streams, transport, sharded=sharded)
         for stage in stages:
@@ -65,6 +68,8 @@ class StageOptimizers:
                 self._tensor_options[stage] = TensorOptions(of_stage)
                 if scheduler is not None:
                     self.schedulers[stage] = scheduler_of(stage, scheduler, of_stage)
+                    with streams.preserved():
+                        self.group_lists[stage] = group_lists(scheduler, of_stage, self.schedulers[stage])
 
         def separate(parameters: Any) -> Optimizer:
             of_trial = optimizer(parameters)
@@ -72,7 +77,7 @@ class StageOptimizers:
             return of_trial
 
         recipes = Recipes(separate, scheduler, streams, transport, sharded=sharded)
-        recipes.compare(self.by_stage, self.schedulers)
+        recipes.compare(self.by_stage, self.schedulers, self.group_lists)
         self.refuse_coupled()
 
     @property
