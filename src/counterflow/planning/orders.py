@@ -38,6 +38,7 @@ from .play import Play
 from .predict import Predictor
 from .prediction import Configuration, Prediction
 from .search.constraints import Constraints
+from .search.recut import recut
 from .search.search_result import Plan, SearchResult
 from .search.space import Omission
 
@@ -310,8 +311,12 @@ class _OrderSearch:
         for _ in range(_TURNS if free else 0):
             if result.synthesis.stopped or (self._moves is None and time.monotonic() >= until):
                 break
-            play = self._recut(result.play, until)
-            if play is None:
+            play = recut(
+                self._predictor(result.play),
+                result.play,
+                lambda: self._moves is None and time.monotonic() >= until,
+            )
+            if play is result.play:
                 break
             recomputed = self._synthesize(job, play, max(until - time.monotonic(), 0.0), result)
             if not recomputed.seconds < result.seconds * _LESS:
@@ -356,19 +361,6 @@ class _OrderSearch:
             job.named, replace(play, schedule=replace(synthesis.schedule, options=size)), synthesis, method
         )
 
-    def _recut(self, play: Play, until: float) -> Play | None:
-        best, improved = play, True
-        while improved:
-            improved = False
-            for stage in range(len(best.stages.cuts)):
-                for by in (-1, 1):
-                    if self._moves is None and time.monotonic() >= until:
-                        return best if best is not play else None
-                    moved = _moved(self._predictor(best), best, stage, by)
-                    if moved is not None and moved.fits and moved.seconds < best.seconds * _LESS:
-                        best, improved = moved, True
-        return best if best is not play else None
-
 
 def _workload(workload: Workload, *, split: bool) -> Workload:
     """The same micro-batches through the same pipes, one by one, with all backwards whole or all split."""
@@ -391,19 +383,6 @@ def _memory(play: Play) -> tuple[float, ...]:
 
 def _objective(play: Play) -> Objective:
     return Objective.MAKESPAN if play.inputs.model.barrier else Objective.STEADY
-
-
-def _moved(predictor: Predictor, play: Play, stage: int, by: int) -> Play | None:
-    """The same order, in which the stage after ``stage`` begins ``by`` layers later; None if a stage would be
-    empty.
-    """
-    cuts = list(play.stages.cuts)
-    cuts[stage] += by
-    ends = [0, *cuts, len(play.inputs.model.layers)]
-    if not ends[stage] < ends[stage + 1] < ends[stage + 2]:
-        return None
-    configuration = replace(play.configuration, cuts=tuple(cuts))
-    return predictor.play_order(configuration, play.schedule, play.mini_batch)
 
 
 def play_one_by_one(

@@ -153,17 +153,24 @@ class Constraints:
         "Also try several updates in a mini-batch, for schemes that update after every micro-batch.",
         bool,
     )
+    recut: bool = cli_field(
+        False,
+        "Also move single layers between neighbouring stages of the best plans, while a step gets faster.",
+        bool,
+    )
 
     def __post_init__(self) -> None:
         for name in (*_NUMBERS, *_MODES, "schemes"):
             values = getattr(self, name)
             if values is not None:
                 object.__setattr__(self, name, _legal(name, values))
-        for name in ("stale", "more_updates"):
+        for name in ("stale", "more_updates", "recut"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be True or False")
         object.__setattr__(self, "options", _options(self.options))
         object.__setattr__(self, "cuts", _cuts(self.cuts))
+        if self.recut and self.cuts is not Cutting.BALANCED:
+            raise ConfigError("recut: moves layers from the cuts that are given with cuts; omit one of them")
 
     def at(self, degrees: Degrees, tried: Collection[Degrees], cluster: Cluster) -> Constraints:
         """The constraints for some degrees, without depths that only others allow.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
@@ -39,6 +39,7 @@ from .bounds import Bounds
 from .constraints import Constraints
 from .degrees_tried import degrees_tried, words
 from .node_orders import Runs, node_orders
+from .recut import recut
 from .search_result import Plan, Rejections, SearchResult, TooLarge, nothing_fits
 from .shape import WorkloadShape
 from .shared_bounds import SharedBounds
@@ -104,6 +105,23 @@ class _Best:
         best = self.of_schemes.get(scheme)
         if best is None or key(plan) < key(best):
             self.of_schemes[scheme] = plan
+
+    def recut(
+        self, predictors: Mapping[Degrees, Predictor], progress: Callable[[int, int], None] | None
+    ) -> None:
+        """Move layers of all plans while these get faster."""
+        plans = {id(plan): plan for plan in (*self.plans, *self.of_schemes.values())}
+        faster: dict[int, Plan] = {}
+        for number, (key, plan) in enumerate(plans.items()):
+            if progress is not None:
+                progress(number, len(plans))
+            play = recut(predictors[plan.play.configuration.degrees], plan.play)
+            faster[key] = replace(plan, seconds=play.seconds, play=play)
+        by_seconds = attrgetter("seconds", "place")
+        self.plans = sorted((faster[id(plan)] for plan in self.plans), key=by_seconds)
+        self.of_schemes = {scheme: faster[id(plan)] for scheme, plan in self.of_schemes.items()}
+        candidates = (*self.plans, *self.of_schemes.values())
+        self.plans = sorted({plan.place: plan for plan in candidates}.values(), key=by_seconds)[: self.count]
 
     def needs(self, scheme: str, bound: float) -> bool:
         """True if a candidate with this bound may be among the best; it may be as good as its bound."""
@@ -179,6 +197,9 @@ def search(
         runs[-1].run(groups)
     if not best.plans:
         raise PlanError(nothing_fits(cluster, tallies, omissions))
+    if constraints.recut:
+        predictors = {run.predictor.degrees: run.predictor for run in runs}
+        best.recut(predictors, (lambda done, of: progress(done, of, "moving layers")) if progress else None)
     in_more_memory = None
     for run in runs:
         limit = (in_more_memory or best.plans[0]).seconds
