@@ -39,6 +39,18 @@ def layers() -> list[nn.Module]:
     return [layer.to(D) for layer in config.build()]
 
 
+class Halves(nn.Module):
+    """A layer that changes its input in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(0.5)
+
+
+def halving() -> list[nn.Module]:
+    first, block, *rest = layers()
+    return [first, block, Halves(), *rest]
+
+
 def counted(logits: Tensor, labels: Tensor) -> cf.LossSum:
     """Sum over the tokens that count, of which shares have other numbers; labels are shifted already."""
     total = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
@@ -450,6 +462,7 @@ def four() -> None:
     check(
         schemes.gpipe(1, 2), cf.ContextParallel("cp", fully_shard=("shard", "cp")), dims={"shard": 2, "cp": 2}
     )
+    check(schemes.dapple(2, 2), parallel, make=halving, recompute="layer")
     check(schemes.dapple(1, 2), parallel, replicas=2)
     check(schemes.dapple(2, 2), parallel, replicas=2, dims={"cp": 1})
     refuse()

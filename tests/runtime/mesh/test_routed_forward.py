@@ -41,6 +41,8 @@ class Experts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         output = torch.zeros_like(hidden_states)
+        if self.form == "in place":
+            hidden_states.mul_(0.5)
         if self.form == "normalised":
             top_k_weights = top_k_weights / top_k_weights.sum(-1, keepdim=True)
         for expert in range(self.num_experts):
@@ -77,9 +79,10 @@ def routed(module: nn.Module, tokens: int) -> Tensor:
     return output.view(2, tokens, WIDTH)
 
 
-def test_a_sum_over_experts_is_that_of_the_module(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("form", ["plain", "in place"])
+def test_a_sum_over_experts_is_that_of_the_module(mesh: DeviceMesh, form: str) -> None:
     torch.manual_seed(0)
-    module = Experts("plain")
+    module = Experts(form)
     expected = routed(module.eval(), 7)
     torch.testing.assert_close(routed(divided(module, mesh), 7), expected)
 

@@ -405,3 +405,27 @@ def test_a_tensor_that_no_layer_reads_is_no_error(caplog: pytest.LogCaptureFixtu
     losses = cf.launch(train, workers=2, transport="local")[0]
     assert losses == sorted(losses, reverse=True)
     assert "could not verify" not in caplog.text
+
+
+class Scales(Packed):
+    """Factors of samples, which the layer changes in place."""
+
+    def forward(self, x: Tensor, factors: Tensor) -> Tensor:
+        found: Tensor = self.table(x) * factors.mul_(0.5)[:, None, None]
+        return found
+
+
+def test_layers_may_change_the_samples_in_place() -> None:
+    """The same samples run several times, apart and together."""
+
+    def run_scaled() -> float:
+        pipeline = cf.Pipeline(
+            make(Scales), token_loss, SCHEMES[0], optimizer=lambda p: torch.optim.SGD(p, 0.1)
+        )
+        return pipeline.step(*mini_batch(0, SAMPLES), kwargs={"factors": torch.arange(1.0, 7.0)}).loss
+
+    losses = cf.launch(run_scaled, workers=2, transport="local")
+    first, *layers = make(Scales)
+    tokens, targets = mini_batch(0, SAMPLES)
+    expected = token_loss(nn.Sequential(*layers)(first(tokens, torch.arange(1.0, 7.0))), targets)
+    assert abs(losses[0] - expected.item()) < 1e-12

@@ -139,6 +139,24 @@ def test_precision_is_a_wrapper_where_it_is_not_plain() -> None:
     assert any(isinstance(wrapper, Autocast) for wrapper in stage(precision=low).wrappers)
 
 
+def test_diagnoses_run_layers_on_copies_of_their_inputs() -> None:
+    """A layer may change its input in place, even one that a diagnosis made a leaf."""
+
+    class Halves(nn.Module):
+        def forward(self, value: dict[str, torch.Tensor]) -> torch.Tensor:
+            return value.pop("x").mul_(0.5) + value["table"].add_(1)
+
+    copy = LocalStage(1, layers(Halves()), RandomStreams(0, torch.device("cpu")), Recompute.NONE)
+    ((_, run, _),) = copy.layer_runs()
+    value = {"x": torch.ones(2, 2, requires_grad=True), "table": torch.zeros(2)}
+    outputs = [run(value, 3, ROWS) for _ in range(2)]
+    assert [output.tolist() for output in outputs] == [[[1.5, 1.5], [1.5, 1.5]]] * 2
+    assert value["x"].tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    assert value["table"].tolist() == [0.0, 0.0]
+    (gradient,) = torch.autograd.grad(outputs[0].sum(), [value["x"]])
+    assert gradient.tolist() == [[0.5, 0.5], [0.5, 0.5]]
+
+
 def test_a_stage_draws_by_step_and_rows_and_not_when_it_evaluates() -> None:
     copy, x = stage(), torch.ones(2, 2)
     first, again = (copy.run_layers(x, 3, ROWS) for _ in range(2))

@@ -108,12 +108,12 @@ class RoutedForward:
         factors = weights.new_tensor(_WEIGHTS).expand(len(tokens), 2)
         with undisturbed(self._module, tokens.device):
             try:
-                expected = self._forward_with(copies, tokens, pair, factors)
+                expected = self._forward_with(copies, tokens.clone(), pair, factors)
             except RuntimeError:  # a kernel that needs the memory of each expert
                 copies = {name: tensor.contiguous() for name, tensor in copies.items()}
-                expected = self._forward_with(copies, tokens, pair, factors)
+                expected = self._forward_with(copies, tokens.clone(), pair, factors)
             single = self._forward_with(
-                local, tokens, torch.zeros_like(pair[:, :1]), torch.ones_like(factors[:, :1])
+                local, tokens.clone(), torch.zeros_like(pair[:, :1]), torch.ones_like(factors[:, :1])
             )
         parts = [factor * single for factor in _WEIGHTS]
         if distance(expected, sum(parts[1:], parts[0])) > ACTIVATIONS.of(expected.dtype):

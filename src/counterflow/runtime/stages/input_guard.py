@@ -16,6 +16,7 @@ from counterflow.common.tensors.torch_private import same_memory
 from counterflow.common.trees import mapped, versions
 
 from ..messages.values import Value
+from .named_layer import NamedLayer
 from .sample_rows import SampleRows
 from .stage_wrappers import Run, StageWrapper
 
@@ -61,6 +62,18 @@ class InputGuard(StageWrapper):
         """Note whether the first run changed its input."""
         if self.changes is None:
             self.changes = versions(value_in) != before
+
+
+class InputCopies(StageWrapper):
+    """Copies of the inputs of layers that a diagnosis runs.
+
+    What such a layer changes in place is its copy: neither the input of the step, nor that of a further run,
+    nor a leaf of which the diagnosis computes the gradient.
+    """
+
+    @override
+    def wrap_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+        return run(mapped(torch.clone, value), step, rows)
 
 
 def copied(tensor: Tensor) -> Tensor:

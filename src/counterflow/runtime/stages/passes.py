@@ -222,7 +222,8 @@ class GuardedPass(StagePass):
         if (value.value if type(value) is Carried else value) is None:
             return self.head.empty()
         try:
-            output = self.stage.run_layers(value, self.step, self.rows)
+            # A layer may change its input in place, and the samples of the mini-batch run several times.
+            output = self.stage.run_layers(mapped(torch.clone, value), self.step, self.rows)
         except (PeerLost, TimedOut):
             raise
         except Exception:  # it is the outcome of the check

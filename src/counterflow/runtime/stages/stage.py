@@ -28,7 +28,7 @@ from .detach_points import DetachPoints
 from .evaluation_mode import evaluating
 from .generation_cache import GenerationCache
 from .host_reads import HostReadDetector
-from .input_guard import InputGuard
+from .input_guard import InputCopies, InputGuard
 from .mapping_registration import MAPPINGS
 from .named_layer import LOSS, NamedLayer
 from .passes import EmptyPass, GuardedPass, Head, PlainPass, RawHead, SplitPass, StagePass
@@ -138,7 +138,7 @@ class LocalStage:
         """Return each layer, its run without the stage's wrappers, and the numbers of its carried states."""
         numbers = [() for _ in self.layers] if self.skips is None else [x.carries for x in self.skips.layers]
         precision = None if self.precision.plain else self.precision
-        wrappers = _present(precision, self._pass_by, self._skip_runner)
+        wrappers = _present(InputCopies(), precision, self._pass_by, self._skip_runner)
         runs = [layer_run(layer, partial(called, layer.module), wrappers) for layer in self.layers]
         return list(zip(self.layers, runs, numbers, strict=True))
 
