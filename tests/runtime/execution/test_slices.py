@@ -366,6 +366,47 @@ def test_attention_within_documents_is_that_of_a_mask() -> None:
         cf.attend(cf.Carry(), *given, documents=documents[0])
 
 
+class Conditions(nn.Module):
+    """Tokens to vectors, and a class of each sample to a vector without positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.classes = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(3, WIDTH)
+
+    def forward(self, given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return self.table(given["tokens"]), self.classes(given["class"])
+
+
+class Conditioned(nn.Module):
+    """Shifts all positions by what all slices are given whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.linear = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, condition = given
+        return self.linear(x + self.shift(condition)[:, None]).tanh(), condition.tanh()
+
+
+def test_values_without_positions() -> None:
+    """The gradient of a value that all slices are given is the sum of theirs."""
+    tokens, targets = mini_batch(8, POSITIONS)
+    batches = [[({"tokens": tokens, "class": torch.randint(3, (8,))}, targets)]] * 2
+    torch.manual_seed(0)
+    layers = [Conditions(), Conditioned(), Conditioned(), Ends(WIDTH, VOCABULARY)]
+    for scheme in ("1f1b", "zb-h1"):
+        found = verify(
+            schedule_of(f"{scheme}(stages=2, micro_batches=2, slices=3)", {}),
+            [layer.double() for layer in layers],
+            token_loss,
+            batches,
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+            sequence_dims={"tokens": 1, "class": None},
+        )
+        assert found.ok, (scheme, found)
+
+
 def _frozen() -> list[nn.Module]:
     layers = own()
     for layer in layers[:3]:

@@ -104,7 +104,7 @@ def join_parts(parts: Sequence[Value], sizes: Sequence[int], sequence: Value | N
             leaves.append(torch.cat(of_parts, dim))
         elif sequence is not None and not isinstance(of_parts[0], Tensor):
             leaves.append(of_sequence)  # a number that parts share may be their length
-        elif all(_equal(part, of_parts[0]) for part in of_parts[1:]):
+        elif _all_equal(of_parts):
             if type(of_parts[0]) is int and {of_parts[0]} == {*sizes}:
                 return None
             leaves.append(of_parts[0])
@@ -114,6 +114,30 @@ def join_parts(parts: Sequence[Value], sizes: Sequence[int], sequence: Value | N
         else:
             return None
     return Joined(pytree.tree_unflatten(leaves, spec), complete, joins)
+
+
+def with_shared_leaves(parts: Sequence[Value], sizes: Sequence[int]) -> Sequence[Value]:
+    """Return parts with one tensor for those that have no positions and are equal in all parts.
+
+    Their join has the same tensor, so that its gradient is the sum of those of all parts, as it is in a step.
+
+    Args:
+        parts: values of one structure; others are returned as they are.
+        sizes: number of positions of each part.
+    """
+    flat = [pytree.tree_flatten(value) for value in parts]
+    spec = flat[0][1]
+    if any(spec_of_part != spec for _, spec_of_part in flat):
+        return parts
+    leaves = [
+        [of_parts[0]] * len(parts)
+        if _position_dim(of_parts, sizes) is None and _all_equal(of_parts)
+        else of_parts
+        for of_parts in zip(*(leaves for leaves, _ in flat), strict=True)
+    ]
+    return [
+        pytree.tree_unflatten([of_parts[number] for of_parts in leaves], spec) for number in range(len(parts))
+    ]
 
 
 def are_near(expected: Value, got: Value, inputs: Sequence[Value] = (), *, lower_precision: bool) -> bool:
@@ -182,6 +206,10 @@ def _position_dim(parts: Sequence[Any], sizes: Sequence[int]) -> int | None:
         return None
     dims = [dim for dim in range(parts[0].dim()) if [part.shape[dim] for part in parts] == [*sizes]]
     return 1 if 1 in dims else next(iter(dims), None)
+
+
+def _all_equal(of_parts: Sequence[Any]) -> bool:
+    return all(_equal(part, of_parts[0]) for part in of_parts[1:])
 
 
 def _equal(first: Any, second: Any) -> bool:

@@ -31,7 +31,15 @@ from counterflow.common.trees import tensors_in
 from counterflow.errors import ConfigError
 
 from .comparison import compare_with_parts
-from .sequence_parts import Joined, Value, are_near, are_scattered, join_parts, positions_of
+from .sequence_parts import (
+    Joined,
+    Value,
+    are_near,
+    are_scattered,
+    join_parts,
+    positions_of,
+    with_shared_leaves,
+)
 
 _LOG = logging.getLogger(__name__)
 
@@ -214,7 +222,9 @@ class _Undecided(Exception):  # noqa: N818 - an outcome, not an error
 class _LayerComparison:
     def __init__(self, stage: SlicedStage, layer: SlicedLayer, inputs: _Slices) -> None:
         self._stage, self._layer, self._rows = stage, layer, inputs.rows
-        self._leaves = [pytree.tree_map_only(Tensor, _leaf, value) for value in inputs.values]
+        leaves = [pytree.tree_map_only(Tensor, _leaf, value) for value in inputs.values]
+        sizes = _sizes(inputs)
+        self._leaves = leaves if sizes is None else with_shared_leaves(leaves, sizes)
         self._input = _join(_Slices(self._leaves, inputs.rows, inputs.sequence))
         self._states: States = {}
 
@@ -280,17 +290,17 @@ def _sequence_length(value: Value, rows: SliceRows) -> int:
 
 
 def _join(slices: _Slices) -> Joined | None:
-    """Join slices to a sequence; None: not known, or no tensor has positions.
-
-    On a worker without the mini-batch their lengths are those of their values.
-    """
-    sizes = [rows.positions for rows in slices.rows]
-    if not sizes[0]:
-        positions = [
-            positions_of(v, rows.samples) for v, rows in zip(slices.values, slices.rows, strict=True)
-        ]
-        sizes = [item.length for item in positions if item is not None]
-        if len(sizes) < len(positions):
-            return None
-    joined = join_parts(slices.values, sizes, slices.sequence)
+    """Join slices to a sequence; None: not known, or no tensor has positions."""
+    sizes = _sizes(slices)
+    joined = None if sizes is None else join_parts(slices.values, sizes, slices.sequence)
     return joined if joined is not None and (joined.joins or slices.sequence is not None) else None
+
+
+def _sizes(slices: _Slices) -> Sequence[int] | None:
+    # On a worker without the mini-batch they are those of the values; None: not known.
+    sizes = [rows.positions for rows in slices.rows]
+    if sizes[0]:
+        return sizes
+    positions = [positions_of(v, rows.samples) for v, rows in zip(slices.values, slices.rows, strict=True)]
+    sizes = [item.length for item in positions if item is not None]
+    return sizes if len(sizes) == len(positions) else None
