@@ -407,6 +407,29 @@ def test_values_without_positions() -> None:
         assert found.ok, (scheme, found)
 
 
+class Halves(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(0.5)
+
+
+def halving(output: Tensor, target: Tensor) -> Tensor:
+    return token_loss(output.mul_(0.5), target)
+
+
+def test_layers_and_losses_that_change_their_input_in_place() -> None:
+    inplace = partial(nn.ReLU, inplace=True)
+    make = partial(between, Recurrent, inplace, partial(nn.Linear, WIDTH, WIDTH), Halves, Convolved, Halves)
+    for text in ("1f1b(stages=2, micro_batches=2, slices=3)", "zb-h1(stages=2, micro_batches=2, slices=2)"):
+        assert agreement(schedule_of(text, {}), make, halving, steps=1).ok, text
+    with pytest.raises(cf.ConfigError, match="the loss is no mean over positions"):
+        agreement(
+            schedule_of("1f1b(stages=2, micro_batches=2, slices=3)", {}),
+            make,
+            lambda output, target: halving(output, target) + output.sum().square(),
+            recompute="stage",
+        )
+
+
 def _frozen() -> list[nn.Module]:
     layers = own()
     for layer in layers[:3]:

@@ -118,7 +118,9 @@ class PositionMeanDiagnosis:
             if of is not None:
                 setattr(leaf, SLICE, of._replace(start=of.start + rows.start))
         leaves = leaves_of(part)
-        graded = probe.grade(part, targets, rows.stop - rows.start, leaves, graph=True)
+        with torch.enable_grad():  # the loss may change its output in place, as no leaf can be
+            output = pytree.tree_map_only(Tensor, torch.clone, part)
+        graded = probe.grade(output, targets, rows.stop - rows.start, leaves, graph=True)
         gradients = [
             torch.zeros_like(leaf) if gradient is None else gradient
             for leaf, gradient in zip(leaves, graded.gradients, strict=True)
@@ -152,7 +154,7 @@ def _fits(total: Graded, joined: tuple[float, float, Sequence[Tensor]]) -> bool:
 
 
 def _leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.is_floating_point())
+    return tensor.detach().requires_grad_(tensor.is_floating_point())
 
 
 def _near(expected: float, got: float, limit: float) -> bool:
