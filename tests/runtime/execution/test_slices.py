@@ -430,6 +430,33 @@ def test_layers_and_losses_that_change_their_input_in_place() -> None:
         )
 
 
+class Checkpoints(nn.Module):
+    """A reentrant checkpoint, which computes all gradients or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Any = torch.utils.checkpoint.checkpoint(self.linear, x, use_reentrant=True)
+        return x + found  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # in evaluations
+def test_reentrant_checkpoints_without_a_carry(caplog: pytest.LogCaptureFixture) -> None:
+    """In a loss, gradients are compared as well; beside the weights of layers, outputs are."""
+
+    def checkpointed(loss: Callable[..., Tensor], output: Tensor, target: Tensor) -> Any:
+        return torch.utils.checkpoint.checkpoint(loss, output, target, use_reentrant=True)
+
+    schedule = schedule_of("1f1b(stages=2, micro_batches=2, slices=3)", {})
+    make = partial(between, Recurrent, Checkpoints, Recurrent)
+    assert agreement(schedule, make, partial(checkpointed, error)).ok
+    assert "could not verify that layer 2 (Checkpoints) computes the same from slices" in caplog.text
+    with pytest.raises(cf.ConfigError, match="the loss is no mean over positions"):
+        agreement(schedule, make, partial(checkpointed, shifted))
+
+
 def _frozen() -> list[nn.Module]:
     layers = own()
     for layer in layers[:3]:

@@ -38,6 +38,11 @@ def graph_of(
     return nodes
 
 
+def is_reentrant_checkpoint(node: Node) -> bool:
+    """Tell whether a node is that of a reentrant checkpoint, which computes all gradients or none."""
+    return issubclass(type(node), BackwardCFunction) and "Checkpoint" in node.name()
+
+
 def gradient_edge(tensor: Tensor) -> GradientEdge:
     """Edge of an output's gradient, which keeps the graph alive: torch's function in a third of its time.
 

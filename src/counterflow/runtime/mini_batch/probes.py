@@ -38,7 +38,7 @@ def loss_probe(local_stage: LocalStage, function: LossFunction) -> LossProbe:
         loss = _probe_loss(local_stage, function, output, target, samples, graph=graph)
         return loss.loss, loss.as_unit_loss(Unit(0), samples, 1.0, size)
 
-    return LossProbe(compute, local_stage.parameters, full_tensor)
+    return LossProbe(compute, local_stage.parameters, full_tensor, local_stage.streams.backward)
 
 
 def _probe_loss(
@@ -148,7 +148,11 @@ class _SlicedStage(_ProbedStage):
         norms = {
             id(module) for module, _ in local_stage.buffers.norms
         }  # normalise by their input, as in training
-        with _calm(local_stage, lambda module: id(module) in norms), local_stage.precision.computing():
+        with (
+            _calm(local_stage, lambda module: id(module) in norms),
+            local_stage.precision.computing(),
+            local_stage.streams.backward(),
+        ):
             yield
 
 

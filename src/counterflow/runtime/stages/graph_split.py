@@ -28,7 +28,13 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
-from counterflow.common.tensors.graphs import COMPILED_NODE, pointers, saved_names, variable
+from counterflow.common.tensors.graphs import (
+    COMPILED_NODE,
+    is_reentrant_checkpoint,
+    pointers,
+    saved_names,
+    variable,
+)
 
 from .replays import Packed
 
@@ -154,7 +160,7 @@ def partition_graph(
         constant: memory (``pointers``) that stays allocated, so that dropping it frees nothing.
     """
     nodes = graph.nodes
-    if any(_is_custom(node) and "Checkpoint" in node.name() for node in nodes):
+    if any(map(is_reentrant_checkpoint, nodes)):
         return GraphPartition((), (), (), (), ())
     parts = _Parts(graph, inputs)
     boundaries: list[Boundary] = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self, cast
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from counterflow.api.loss_sum import SLICE, SliceOf
+from counterflow.common.tensors.graphs import graph_of, is_reentrant_checkpoint
 
 from .tolerances import GRADIENTS, LOSSES, SMALL
 
@@ -60,11 +61,13 @@ class LossProbe:
         compute: computes the loss of some samples.
         weights: leaf weights, to whose gradients a function may add by itself.
         gather: the whole of a gradient that is sharded.
+        backward: context of a backward, in which a checkpoint may draw random numbers again.
     """
 
     compute: ComputeLoss
     weights: Callable[[], Iterable[Tensor]]
     gather: Callable[[Tensor], Tensor]
+    backward: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def grade(
         self, output: Any, target: Any, samples: float, leaves: Sequence[Tensor], graph: bool | None = None
@@ -84,9 +87,9 @@ class LossProbe:
         loss, entry = self.compute(output, target, samples, bool(leaves) if graph is None else graph)
         gradients: Gradients = [None] * len(leaves)
         if leaves and loss.requires_grad:
-            with _separate_gradients(self.weights()), torch.enable_grad():
+            with _separate_gradients(self.weights()), self.backward(), torch.enable_grad():
                 seed = torch.full_like(loss, entry.by)
-                gradients = torch.autograd.grad(loss, leaves, seed, allow_unused=True)
+                gradients = _gradients(loss, leaves, seed)
             gradients = [None if gradient is None else self.gather(gradient) for gradient in gradients]
         return Graded(entry, gradients, [gradient_tolerance(leaf, loss) for leaf in leaves])
 
@@ -173,6 +176,16 @@ def as_leaves(output: Any, *, always: bool = False) -> Any:
 def copied(tensor: Tensor) -> Tensor:
     """A leaf of its own with the same content."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _gradients(loss: Tensor, leaves: Sequence[Tensor], seed: Tensor) -> Gradients:
+    if not any(map(is_reentrant_checkpoint, graph_of([loss]))):
+        return torch.autograd.grad(loss, leaves, seed, allow_unused=True)
+    torch.autograd.backward(loss, seed)
+    gradients = [leaf.grad for leaf in leaves]
+    for leaf in leaves:  # parts of the samples run with the same leaves
+        leaf.grad = None
+    return gradients
 
 
 @contextmanager

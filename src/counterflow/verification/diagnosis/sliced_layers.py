@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from counterflow.common.doubling import rechecks
+from counterflow.common.tensors.graphs import graph_of, is_reentrant_checkpoint
 from counterflow.common.trees import tensors_in
 from counterflow.errors import ConfigError
 
@@ -260,7 +261,9 @@ class _LayerComparison:
         if joined is None or self._input is None:
             raise _Undecided
         stage, layer = self._stage, self._layer
-        connected = self._leaves if self._input.complete else ()  # else the whole has no graph with them
+        # Otherwise the whole has no graph with the leaves, or none that computes their gradients alone.
+        is_connected = self._input.complete and not _has_reentrant_checkpoint((expected, joined.value))
+        connected = self._leaves if is_connected else ()
         lower = stage.lower_precision
         near = are_near(expected, joined.value, connected, lower_precision=lower)
         if not near and not are_scattered(expected, joined.value, lower_precision=lower):
@@ -271,7 +274,7 @@ class _LayerComparison:
                 "leave what all later ones need, or train without slices"
             )
         values, expected = pytree.tree_map_only(Tensor, Tensor.detach, (list(outputs), expected))
-        return _Slices(values, self._rows, expected, near and self._input.complete and joined.complete)
+        return _Slices(values, self._rows, expected, near and is_connected and joined.complete)
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -280,6 +283,10 @@ def _copy(tensor: Tensor) -> Tensor:
 
 def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.is_floating_point())
+
+
+def _has_reentrant_checkpoint(outputs: Value) -> bool:
+    return any(map(is_reentrant_checkpoint, graph_of(tensors_in(outputs))))
 
 
 def _sequence_length(value: Value, rows: SliceRows) -> int:
