@@ -187,7 +187,8 @@ class Carry(nn.Module):
 
     def _leave(self, state: Any) -> None:
         if self._runs:
-            self._outgoing, self._versions = state, versions(state)
+            _set_state(self, "_outgoing", state)
+            self._versions = versions(state)
 
     # -- for the stage
 
@@ -197,7 +198,8 @@ class Carry(nn.Module):
 
     def begin(self, state: Any, *, joins: bool = False) -> None:
         """Begin the run of a slice; ``state`` is that of the slice before, or ``NOTHING``."""
-        self._incoming, self._outgoing, self._versions = state, NOTHING, []
+        _set_state(self, "_incoming", state)
+        self._outgoing, self._versions = NOTHING, []
         self._runs, self._joins = True, joins
 
     def end(self) -> Any:
@@ -231,6 +233,11 @@ class Carry(nn.Module):
         """``NOTHING`` is another object in every process."""
         _keep_out_of_compiled_code()
         self.__dict__.update({**state, "_incoming": NOTHING, "_outgoing": NOTHING})
+
+
+def _set_state(carry: Carry, name: str, state: Any) -> None:
+    # A state may be a parameter of the layer, which ``nn.Module`` would register as one of the carry.
+    object.__setattr__(carry, name, state)
 
 
 @functools.cache

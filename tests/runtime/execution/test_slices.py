@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import counterflow as cf
+from counterflow.api.carry import NOTHING
 from counterflow.models.gpt import GPTConfig
 from counterflow.models.loss import next_token_loss
 from counterflow.schedule import schemes
@@ -738,6 +739,21 @@ def test_a_checkpoint_of_the_users_around_a_carry_is_refused() -> None:
     assert agreement(schemes.dapple(2, 2), partial(between, Checkpointed)).ok
     with pytest.raises(cf.ConfigError, match=r"taken in a torch\.utils\.checkpoint"):
         agreement(schemes.dapple(stages=2, micro_batches=2, slices=2), partial(between, Checkpointed))
+
+
+def test_a_parameter_may_be_a_state() -> None:
+    """As the state that a layer learns to begin with; the carry has no parameters of its own."""
+    carry, state = cf.Carry(), nn.Parameter(torch.ones(2))
+    carry.expect_slices(expected=True)
+    carry.begin(NOTHING)
+    assert carry.take(state) is state
+    carry.leave(state)
+    assert carry.end() is state
+    carry.begin(state)
+    assert carry.take() is state
+    carry.leave(None)
+    assert carry.end() is None
+    assert not [*carry.parameters()]
 
 
 def by_sample(output: Tensor, target: Tensor) -> Tensor:
