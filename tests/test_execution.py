@@ -128,6 +128,7 @@ OTHER: dict[str, Any] = {
     "zero_stage": 1,
     "digest_every": 7,
     "sequence_dims": 0,
+    "kwarg_sequence_dims": 0,
     "target_sequence_dims": 0,
 }
 """Another value than the default; of flags it is the other one, of dimensions 1."""

@@ -351,10 +351,10 @@ class Batching(Options):
     """Dimension of the samples in the last layer's outputs, if outputs are asked for."""
 
     sequence_dims: Any = option(1, "dimensions of positions")
-    """Which dimension of the inputs' tensors the positions are, where a schedule has slices.
+    """Dimension of the positions in inputs, as ``input_dims``; None for what all slices get whole."""
 
-    An int or a tree, as for ``input_dims``; None for what all slices get whole.
-    """
+    kwarg_sequence_dims: Any = option(1, "dimensions of positions")
+    """Dimensions of the positions in keyword arguments to the first layer."""
 
     target_sequence_dims: Any = option(1, "dimensions of positions")
     """Dimensions of the positions in the targets' tensors, and in the last layer's output."""
@@ -363,8 +363,7 @@ class Batching(Options):
     """Whether shapes between stages may differ for inputs of the same shapes."""
 
     per_micro_batch_loss: bool = option(False, "true or false")
-    """Whether the loss is computed for each micro-batch alone, and the mean of these losses by samples is
-    trained.
+    """Whether the mean by samples of the losses of micro-batches, each computed alone, is trained.
 
     Otherwise the first mini-batch of each kind is refused if its loss, or what layers add to it, is neither a
     mean over samples nor a ``LossSum``.
@@ -401,6 +400,7 @@ class Flat(TypedDict, total=False):
     kwarg_dims: Any
     output_dims: Any
     sequence_dims: Any
+    kwarg_sequence_dims: Any
     target_sequence_dims: Any
     dynamic_shapes: bool
     per_micro_batch_loss: bool

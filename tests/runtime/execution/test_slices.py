@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -406,6 +407,46 @@ def test_values_without_positions() -> None:
             sequence_dims={"tokens": 1, "class": None},
         )
         assert found.ok, (scheme, found)
+
+
+class Keyworded(nn.Embedding):
+    """Tokens to vectors, scaled by a number of each sample and by one of each position."""
+
+    def forward(self, x: Tensor, scale: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * scale[:, None, None] * weights[..., None]
+
+
+def _with_keywords(layers: list[nn.Module], ready: bool, **options: Any) -> float:
+    pipeline = cf.Pipeline(
+        deepcopy(layers), error, schemes.dapple(stages=2, micro_batches=2, slices=3),
+        optimizer=partial(torch.optim.SGD, lr=0.1), **options,
+    )  # fmt: skip
+    drawn = torch.Generator().manual_seed(0)
+    tokens, targets = torch.randint(VOCABULARY, (2, 8, POSITIONS), generator=drawn)
+    kwargs = {"scale": torch.arange(8.0), "weights": torch.rand(8, POSITIONS, generator=drawn)}
+    first, last = layers
+    expected = error(last(first(tokens, **kwargs)), targets).item()
+    if ready:
+        halves = [slice(0, 4), slice(4, 8)]
+        pieces = [(tokens[r], targets[r], {name: t[r] for name, t in kwargs.items()}) for r in halves]
+        return pipeline.step(micro_batches=pieces).loss - expected
+    return pipeline.step(tokens, targets, kwargs=kwargs).loss - expected
+
+
+def test_keyword_arguments_with_and_without_positions() -> None:
+    layers = [Keyworded(VOCABULARY, WIDTH).double(), nn.Linear(WIDTH, VOCABULARY).double()]
+    run = partial(cf.launch, _with_keywords, layers, workers=2, transport="local")
+    for ready in (False, True):
+        losses = run(ready, kwarg_sequence_dims={"weights": 1, "scale": None})
+        assert max(map(abs, losses)) < 1e-12
+    with pytest.raises(cf.ConfigError, match=r"kwargs\['scale'\] .* say with kwarg_sequence_dims which one"):
+        run(False)
+    with pytest.raises(
+        cf.ConfigError, match=r": kwarg_sequence_dims=\{'scale': None\} does not fit the keyword"
+    ):
+        run(False, kwarg_sequence_dims={"scale": None})
+    with pytest.raises(cf.ConfigError, match=r": sequence_dims=\{'x': 1\} does not fit the inputs"):
+        run(False, sequence_dims={"x": 1}, kwarg_sequence_dims={"weights": 1, "scale": None})
 
 
 class Halves(nn.Module):

@@ -187,7 +187,8 @@ class Batches:
         sequence, positions = None, tuple[int, ...]()
         if slices is not None:
             batching = self._batching
-            sequence = SequenceDims(batching.sequence_dims, batching.target_sequence_dims, slices)
+            dims = user_batch.dims_of_inputs(batching.sequence_dims, batching.kwarg_sequence_dims)
+            sequence = SequenceDims(dims, batching.target_sequence_dims, slices)
             positions = positions_of(user_batch, agreed.sizes, sequence)
         at_once = not self._schedule.synchronous  # needed when the user may change what was given
         inputs, targets = (

@@ -36,12 +36,16 @@ entries of a list, or a tree of them of the value's structure or of its first le
 
 Tree = TypeVar("Tree")
 
+KWARG_OPTIONS = {"input_dims": "kwarg_dims", "sequence_dims": "kwarg_sequence_dims"}
+"""Options of keyword arguments to the first layer, by that of its inputs."""
+
 
 def samples_in(
     tree: object,
     dims: Dims = 0,
     name: str = "inputs",
     *,
+    option: str | None = None,
     uncut: bool = False,
     known_layouts: KnownLayouts | None = None,
 ) -> int:
@@ -51,6 +55,7 @@ def samples_in(
         tree: its tensors, in any structure.
         dims: where their samples are.
         name: what to call it: ``inputs`` or ``targets``.
+        option: option that states the dimensions; None: that of the samples.
         uncut: whether the mini-batch is not cut, so lists need no check.
         known_layouts: lists whose samples are in their tensors, as other mini-batches showed.
 
@@ -60,27 +65,24 @@ def samples_in(
     """
     if dims == 0 and isinstance(tree, Tensor) and tree.dim():
         return tree.shape[0]
-    option = f"{name.removesuffix('s')}_dims"
+    option = option or f"{name.removesuffix('s')}_dims"
     with_paths, spec = flat_with_paths(tree, leaves_of(tree, dims))
-    by_leaf = spread_dims(dims, spec)
-    if by_leaf is None or not all(dim is None or isinstance(dim, (int, Entries)) for dim in by_leaf):
-        raise ConfigError(
-            f"{option}={dims!r} does not fit the {name}, which are {_shown(spec)}; give an int, None, "
-            "cf.ENTRIES (for a list or tuple), or a tree of them like it"
-        )
+    by_leaf = _dims_by_leaf(tree, dims, name, option)
     sizes: dict[int, str] = {}
     lists: dict[int, str] = {}
     for (where, leaf), dim in zip(with_paths, by_leaf, strict=True):
         path = name + where
-        size = None if dim is None else _size(leaf, dim, path, option)
+        is_keyword = isinstance(tree, Keyworded) and where.startswith(".kwargs")
+        leaf_option = KWARG_OPTIONS[option] if is_keyword else option
+        size = None if dim is None else _size(leaf, dim, path, leaf_option)
         if size is not None:
             counts = lists if isinstance(leaf, (list, tuple)) and isinstance(dims, int) else sizes
             counts.setdefault(size, path)
     if len(sizes) > 1:
         found_in = " and ".join(f"{size} in {path}" for size, path in sorted(sizes.items()))
-        options = "input_dims and kwarg_dims" if isinstance(tree, Keyworded) else option
         raise ConfigError(
-            f"{name} must have one number of samples; found {found_in}; say with {options} which dimension "
+            f"{name} must have one number of samples; found {found_in}; say with {options_of(tree, option)} "
+            "which dimension "
             "of each tensor they are (None: it has none), or cf.ENTRIES for a list with an entry a sample"
         )
     if not sizes:
@@ -97,6 +99,30 @@ def samples_in(
     if samples > 1:
         Lists(samples, option, [] if known_layouts is None else known_layouts).refuse_either(tree, dims, name)
     return samples
+
+
+def options_of(tree: object, option: str) -> str:
+    """Return the options that state the dimensions of a tree.
+
+    Args:
+        tree: inputs, with keyword arguments perhaps, or targets.
+        option: option of what is no keyword argument.
+    """
+    return f"{option} and {KWARG_OPTIONS[option]}" if isinstance(tree, Keyworded) else option
+
+
+def _dims_by_leaf(tree: object, dims: Dims, name: str, option: str) -> list[int | Entries | None]:
+    if isinstance(tree, Keyworded) and isinstance(dims, Keyworded):
+        of_kwargs = _dims_by_leaf(tree.kwargs, dims.kwargs, "keyword arguments", KWARG_OPTIONS[option])
+        return [*_dims_by_leaf(tree.positional, dims.positional, name, option), *of_kwargs]
+    _, spec = pytree.tree_flatten(tree, is_leaf=leaves_of(tree, dims))
+    by_leaf = spread_dims(dims, spec)
+    if by_leaf is None or not all(dim is None or isinstance(dim, (int, Entries)) for dim in by_leaf):
+        raise ConfigError(
+            f"{option}={dims!r} does not fit the {name}, which are {_shown(spec)}; give an int, None, "
+            "cf.ENTRIES (for a list or tuple), or a tree of them like it"
+        )
+    return by_leaf
 
 
 def refuse_whole_entries(error: Exception, target: object, dims: Dims, samples: int, total: int) -> None:

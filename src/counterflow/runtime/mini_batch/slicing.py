@@ -16,8 +16,8 @@ from counterflow.api.contexts import rows_of_slice
 from counterflow.api.loss_sum import SLICE, SliceOf
 from counterflow.errors import ConfigError
 
-from ..messages.values import Unit
-from .samples import Dims, cut, samples_in
+from ..messages.values import Keyworded, Unit
+from .samples import KWARG_OPTIONS, Dims, cut, options_of, samples_in
 from .user_batch import UserBatch
 
 
@@ -88,13 +88,17 @@ def positions_in(tree: Any, dims: Dims, name: str, slices: Slices) -> int:
     """
     lengths, multiple = slices
     count = len(lengths)
+    option = "sequence_dims" if name == "inputs" else "target_sequence_dims"
     try:
-        positions = samples_in(tree, dims, name, uncut=True)
+        positions = samples_in(tree, dims, name, option=option, uncut=True)
     except ConfigError as error:
-        option = "sequence_dims" if name == "inputs" else "target_sequence_dims"
+        stated = f"{option}={dims!r}"
+        if isinstance(dims, Keyworded):
+            stated = f"{option}={dims.positional!r} and {KWARG_OPTIONS[option]}={dims.kwargs!r}"
         raise ConfigError(
             f"the {name} of a micro-batch are to be cut in {count} slices of their sequence, along the "
-            f"dimensions {option}={dims!r}: {error}; so say with {option}, here, where the positions are"
+            f"dimensions {stated}: {error}; so say with {options_of(tree, option)}, here, where the "
+            "positions are"
         ) from error
     if positions % multiple:
         raise ConfigError(

@@ -60,6 +60,15 @@ class UserBatch:
             return BatchForm.NOTHING
         return BatchForm.READY if self.ready else BatchForm.UNSPLIT
 
+    def dims_of_inputs(self, inputs: Dims, kwargs: Dims) -> Dims:
+        """Dimensions of the inputs as one tree, with keyword arguments if there are any.
+
+        Args:
+            inputs: dimensions in the inputs.
+            kwargs: dimensions in keyword arguments of the first layer.
+        """
+        return _input_dims(inputs, kwargs, keyworded=isinstance((self.inputs or [None])[0], Keyworded))
+
     def refuse_graphs(self) -> None:
         """Refuse tensors that require gradients, which only the workers of their stage would compute.
 
@@ -205,7 +214,7 @@ def unsplit(
         None if tree is None else [tree],
         None if targets is None else [targets],
         ready=False,
-        input_dims=_input_dims(dims, keyworded=kwargs is not None),
+        input_dims=_input_dims(dims[0], dims[2], keyworded=kwargs is not None),
         target_dims=dims[1],
         known_layouts=known_layouts,
     )
@@ -262,7 +271,7 @@ def ready(
         None if not keyworded and all(piece is None for piece in inputs) else inputs,
         None if all(piece is None for piece in targets) else targets,
         ready=True,
-        input_dims=_input_dims(dims, keyworded=keyworded),
+        input_dims=_input_dims(dims[0], dims[2], keyworded=keyworded),
         target_dims=dims[1],
         sizes=sizes,
         halving_scheme=schedule.scheme if halves else None,
@@ -276,8 +285,7 @@ def even(samples: int, micro_batches: int) -> tuple[int, ...]:
     return tuple(end - start for start, end in pairwise(points))
 
 
-def _input_dims(dims: tuple[Dims, Dims, Dims], *, keyworded: bool) -> Dims:
-    inputs, _, kwargs = dims
+def _input_dims(inputs: Dims, kwargs: Dims, *, keyworded: bool) -> Dims:
     if not keyworded or (isinstance(inputs, int) and inputs == kwargs):
         return inputs
     return Keyworded(inputs, kwargs)
