@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,25 @@ def test_models_of_experts_by_the_names_of_files_and_of_the_model(tmp_path: Path
         convert(tmp_path / "base", tmp_path / "quantized")
     with pytest.raises(ConfigError, match="its weights are quantized, and are read as they are"):
         cf.models.hf.load(tmp_path / "base")
+
+
+def test_a_folder_that_was_saved_in_several_files_before(tmp_path: Path) -> None:
+    """The single file counts, as for transformers; a tensor that only the index has is refused."""
+    model = tiny.made("llama")
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="10KB")
+    shutil.copytree(tmp_path / "sharded", tmp_path / "base")
+    with torch.no_grad():
+        model.lm_head.weight.add_(1)
+    save_file(model.state_dict(), tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    convert(tmp_path / "base", tmp_path / "begin")
+    torch.testing.assert_close(cf.load_weights(tmp_path / "begin"), dict(model.state_dict()), rtol=0, atol=0)
+    shard = min((tmp_path / "sharded").glob("model-*.safetensors"))
+    stored = load_file(shard)
+    del stored[min(stored)]
+    save_file(stored, shard, {"format": "pt"})
+    for name in ("a.safetensors", "a"):
+        with pytest.raises(ConfigError, match="which no file contains; save the model again"):
+            convert(tmp_path / "sharded", tmp_path / name)
 
 
 @pytest.mark.parametrize(

@@ -34,14 +34,13 @@ from counterflow.checkpoints.state_tables import (
 )
 from counterflow.common.json_models import Result, result_of
 from counterflow.errors import ConfigError, CounterflowError
+from counterflow.models.hf.folder_files import SINGLE, files_by_tensor, has_weights
 
 from .transformers.model_files import Read, Table, by_file_names, by_model_names
 
 if TYPE_CHECKING:
     from .torchtitan.model_names import TitanNames
 
-SINGLE = "model.safetensors"
-_SHARDS = "model.safetensors.index.json"
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"}
 
 
@@ -97,7 +96,7 @@ def convert(
         raise ConfigError(f"{target}: exists already; name a new file or folder")
     into_file = target.suffix == ".safetensors"
     of_torch = (source / METADATA).is_file()
-    weights_only = source.suffix == ".safetensors" or _is_of_transformers(source)
+    weights_only = source.suffix == ".safetensors" or has_weights(source)
     if optimizer is not None and (into_file or not of_torch):
         raise ConfigError(
             f"--optimizer {optimizer}: is for the state in a folder of torchtitan; leave it out here"
@@ -156,8 +155,11 @@ class _Files:
     def __init__(self, source: Path) -> None:
         from safetensors import SafetensorError, safe_open  # noqa: PLC0415
 
+        if source.is_file() or source.suffix == ".safetensors":
+            paths = [source]
+        else:
+            paths = [source / name for name in sorted({*files_by_tensor(source).values()})]
         try:
-            paths = [source] if source.is_file() or source.suffix == ".safetensors" else _shards(source)
             self._open: dict[str, Any] = {}
             self.sizes: dict[str, tuple[str, tuple[int, ...]]] = {}
             for path in paths:
@@ -179,20 +181,6 @@ class _Files:
         """Read one tensor."""
         tensor: Tensor = self._open[name].get_tensor(name)
         return tensor
-
-
-def _is_of_transformers(path: Path) -> bool:
-    return (path / SINGLE).is_file() or (path / _SHARDS).is_file()
-
-
-def _shards(folder: Path) -> list[Path]:
-    if not (folder / _SHARDS).is_file():
-        return [folder / SINGLE]
-    try:
-        names = json.loads((folder / _SHARDS).read_bytes())["weight_map"].values()
-        return [folder / Path(str(name)).name for name in sorted(set(names))]
-    except (ValueError, LookupError, TypeError, AttributeError):
-        raise ConfigError(f"{folder / _SHARDS}: is damaged") from None
 
 
 def _weights_of(checkpoint: Checkpoint, *, ema: bool) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -14,6 +14,8 @@ from torch import nn
 
 import counterflow as cf
 from counterflow.models import hf
+from counterflow.models.hf.folder_files import INDEX
+from counterflow.models.hf.weight_files import Folder
 from counterflow.schedule.ir import Schedule
 
 from ...kit import sgd
@@ -53,6 +55,39 @@ def test_each_worker_reads_its_own_weights(name: str, shards: int, tmp_path: Pat
     assert list(state) == list(expected)
     for key, tensor in expected.items():
         assert torch.equal(state[key], tensor), key
+
+
+def test_a_single_file_is_read_before_an_earlier_index(tmp_path: Path) -> None:
+    """As transformers does, which leaves the index of a model that was saved in several files before."""
+    model = tiny.made("llama")
+    model.save_pretrained(tmp_path, max_shard_size="10KB")
+    shards = {path: path.read_bytes() for path in tmp_path.glob("model-*.safetensors")}
+    with torch.no_grad():
+        model.lm_head.weight.add_(1)
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / INDEX).exists()
+    for remaining in ({}, shards):
+        for path, data in remaining.items():
+            path.write_bytes(data)
+        weights = Folder.read(tmp_path, model).tensors()
+        torch.testing.assert_close(weights, dict(model.state_dict()), rtol=0, atol=0)
+
+
+def test_a_folder_without_a_tensor_of_its_index_is_refused(tmp_path: Path) -> None:
+    tiny.made("llama").save_pretrained(tmp_path, max_shard_size="10KB")
+    file = min(tmp_path.glob("model-*.safetensors"))
+    stored = load_file(file)
+    name = min(stored)
+    del stored[name]
+    save_file(stored, file, {"format": "pt"})
+    with pytest.raises(cf.ConfigError, match=f"names the tensor {name}, which no file contains; save"):
+        hf.load(tmp_path)
+    file.unlink()
+    with pytest.raises(cf.ConfigError, match=f"names {file.name}, which does not exist; save the model"):
+        hf.load(tmp_path)
+    (tmp_path / INDEX).write_text("[]")
+    with pytest.raises(cf.ConfigError, match="is damaged; save the model again"):
+        hf.load(tmp_path)
 
 
 def test_what_is_stored_in_half_precision_trains_in_another(tmp_path: Path) -> None:

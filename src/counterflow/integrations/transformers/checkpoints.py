@@ -20,6 +20,7 @@ from transformers.trainer_callback import TrainerState
 
 from counterflow.errors import ConfigError
 from counterflow.models import hf
+from counterflow.models.hf.folder_files import files_by_tensor, has_weights
 from counterflow.models.hf.weight_files import Folder
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.state_format import BACKOFF, GROWTH, LOSS_SCALE, LossScale, ParameterState
@@ -134,7 +135,7 @@ class Checkpoints(Base):  # type: ignore[misc]
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self.pipeline is not None:
             self.pipeline.load_model_state_dict(self._weights_of(resume_from_checkpoint))
-        elif self._has_adapters or not _has_safetensors(resume_from_checkpoint):
+        elif self._has_adapters or not has_weights(Path(resume_from_checkpoint)):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
             _load(
@@ -154,13 +155,14 @@ class Checkpoints(Base):  # type: ignore[misc]
         from safetensors.torch import load_file  # noqa: PLC0415
 
         adapters = self._has_adapters
-        if isinstance(self.model, PreTrainedModel) and not adapters and _has_safetensors(folder):
+        if isinstance(self.model, PreTrainedModel) and not adapters and has_weights(Path(folder)):
             return Folder.read(Path(folder), self.model).tensors()
+        names = [path.name for path in Path(folder).glob("adapter_model.safetensors")]
+        if not adapters:
+            names = sorted({*files_by_tensor(Path(folder)).values()}) if has_weights(Path(folder)) else []
         weights: dict[str, Tensor] = {}
-        for file in sorted(
-            Path(folder).glob("adapter_model.safetensors" if adapters else "model*.safetensors")
-        ):
-            weights |= load_file(file)
+        for name in names:
+            weights |= load_file(Path(folder) / name)
         if not weights:
             raise ConfigError(
                 f"{folder}: has no weights in safetensors; give a folder that this trainer wrote"
@@ -212,10 +214,6 @@ class Checkpoints(Base):  # type: ignore[misc]
         self.lr_scheduler.optimizer = self.optimizer
         count = len(self.optimizer.param_groups)
         self.lr_scheduler.load_state_dict(_schedule_for_groups(schedule, count))
-
-
-def _has_safetensors(folder: str) -> bool:
-    return any(Path(folder).glob("model*.safetensors"))
 
 
 def _load(model: nn.Module, weights: Mapping[str, Tensor], folder: str) -> None:

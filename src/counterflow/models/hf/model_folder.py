@@ -23,7 +23,7 @@ from counterflow.common.tensors.torch_private import local_shape_and_offset
 from counterflow.errors import ConfigError
 
 from .file_forms import FileForms
-from .weight_files import INDEX, SINGLE
+from .folder_files import INDEX, SINGLE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,7 +9,6 @@ Invariant: no memory stays uninitialised; a tensor that neither the folder nor a
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,12 +24,11 @@ from counterflow.common.extras import imported
 from counterflow.errors import ConfigError
 
 from .file_forms import ALL, Load, StoredWeight, stored_weights
+from .folder_files import files_by_tensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 _SOURCE = "_counterflow_folder"
 """Attribute of a model that was loaded on the meta device."""
 
@@ -65,28 +63,9 @@ class Folder:
             model: the model, whose class defines the names of its stored tensors.
 
         Raises:
-            ConfigError: the folder has no such files.
+            ConfigError: the folder has no such files, or they cannot be read.
         """
-        from safetensors import SafetensorError, safe_open  # noqa: PLC0415
-
-        try:
-            if (path / INDEX).exists():
-                files = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
-                missing = [name for name in sorted(set(files.values())) if not (path / name).exists()]
-                if missing:
-                    raise ConfigError(
-                        f"{path}: {INDEX} names {missing[0]}, which does not exist; save the model again"
-                    )
-            elif (path / SINGLE).exists():
-                with safe_open(path / SINGLE, "pt") as file:
-                    files = dict.fromkeys(file.keys(), SINGLE)
-            else:
-                raise ConfigError(
-                    f"{path}: contains no {SINGLE} and no {INDEX}; save the model with save_pretrained, or "
-                    "build it from its config for fresh weights"
-                )
-        except (OSError, ValueError, LookupError, SafetensorError) as error:
-            raise ConfigError(f"{path}: its weights cannot be read: {error}") from None
+        files = files_by_tensor(path)
         prefix = model.base_model_prefix
         return cls(path, files, stored_weights(model, files), f"{prefix}." if prefix else "")
 
