@@ -94,6 +94,51 @@ def test_models_of_experts_by_the_names_of_files_and_of_the_model(tmp_path: Path
         cf.models.hf.load(tmp_path / "base")
 
 
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("llama", lambda w: {f"0.{name}": w[name] for name in w}, r"has no 0\.lm_head"),
+        ("llama", lambda w: w | {"model.norm.weight": torch.ones(3)}, r"norm\.weight of shape \(32,\), the"),
+        (
+            "llama",
+            lambda w: _without(w, "model.norm.weight"),
+            "has model.norm.weight, which the checkpoint does",
+        ),
+        ("llama", lambda w: w | {"model.layers.7.x": torch.ones(3)}, "has no model.layers.7.x, which the"),
+        (
+            "llama",
+            lambda w: _without(w, "lm_head.weight"),
+            "has lm_head.weight, which the checkpoint does not",
+        ),
+        ("llama", lambda w: _without(w, "lm_head.weight") | {"score.weight": torch.ones(2, 32)}, None),
+        ("gpt2", lambda w: w | {"transformer.h.0.attn.bias": torch.ones(3)}, None),
+        ("gpt2", lambda w: _without(w, "lm_head.weight"), None),
+        ("gpt2", lambda w: {name.removeprefix("transformer."): w[name] for name in w}, None),
+    ],
+)
+def test_a_folder_has_the_tensors_of_its_model(
+    tmp_path: Path, kind: str, change: Callable[[dict[str, Any]], dict[str, Any]], message: str | None
+) -> None:
+    """But for heads of others, a second name of a tied weight, and what transformers ignores."""
+    model = tiny.made(kind)
+    model.save_pretrained(tmp_path / "base")
+    weights = {name: tensor.clone() for name, tensor in change(dict(model.state_dict())).items()}
+    save_file(weights, tmp_path / "all.safetensors")
+    convert(tmp_path / "all.safetensors", tmp_path / "begin")
+    if message is not None:
+        with pytest.raises(ConfigError, match=message):
+            convert(tmp_path / "begin", tmp_path / "new" / "folder", tmp_path / "base")
+        assert not (tmp_path / "new").exists()
+        return
+    convert(tmp_path / "begin", tmp_path / "folder", tmp_path / "base")
+    stored = load_file(tmp_path / "folder" / "model.safetensors")
+    torch.testing.assert_close(stored, weights, rtol=0, atol=0)
+
+
+def _without(weights: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: weights[key] for key in weights if key != name}
+
+
 def test_a_folder_that_was_saved_in_several_files_before(tmp_path: Path) -> None:
     """The single file counts, as for transformers; a tensor that only the index has is refused."""
     model = tiny.made("llama")

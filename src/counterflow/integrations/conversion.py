@@ -89,7 +89,8 @@ def convert(
         optimizer: class of the optimiser whose state a folder of torchtitan has, if that does not show it.
 
     Raises:
-        ConfigError: the source is something else or damaged, or has no averages; or the target exists.
+        ConfigError: the source is something else or damaged, has no averages, or is of another model; or the
+            target exists.
         CounterflowError: the target cannot be written.
     """
     if target.exists() or target.is_symlink():
@@ -222,13 +223,13 @@ def _into_transformers(
             f"{target}: a folder of transformers needs the model's config, but {str(model_folder or '.')!r} "
             "has no config.json; give --model FOLDER, or a target that ends with .safetensors"
         )
+    sizes, read_piece = by_file_names(table, read, model_folder)
     with _draft(target) as draft:
         draft.mkdir(parents=True)
         for file in sorted(model_folder.iterdir()):
             if file.is_file() and file.suffix not in _WEIGHTS and not file.name.endswith(".index.json"):
                 shutil.copyfile(file, draft / file.name)
         _note_dtype(draft / "config.json", {dtype for dtype, _ in table.values()})
-        sizes, read_piece = by_file_names(table, read, model_folder)
         written = files.write_tensors(draft / SINGLE, sizes, read_piece)
         files.settle(draft)
     return Converted(target, "a folder that transformers reads", len(sizes), written.bytes)

@@ -7,7 +7,8 @@ Without transformers, or for a config that it does not know, names in files are 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,29 +70,75 @@ def by_file_names(table: Table, read: Read, folder: Path) -> tuple[Table, Read]:
         table: tensors by their names in the model.
         read: function of such a name that returns the tensor.
         folder: folder with the model's config.
+
+    Raises:
+        ConfigError: the tensors are not those of the model; another head is allowed, as for transformers.
     """
     model = _meta_model(folder)
-    if model is None or not table.keys() <= model.state_dict().keys():
+    if model is None:
         return table, read
+    known = _names_in_model(model, table)
+    _require_same(model, table, known, folder)
     forms = FileForms(model)
     sizes: dict[str, tuple[str, tuple[int, ...]]] = {}
     sources: dict[str, str] = {}
     for name, (dtype, shape) in table.items():
         empty = torch.empty(shape, dtype=DTYPES[dtype], device="meta")
-        for key, piece in forms.pieces(name, empty).items():
+        for key, piece in (forms.pieces(name, empty) if name in known else {name: empty}).items():
             sizes[key], sources[key] = (dtype, tuple(piece.shape)), name
-    return sizes, _Pieces(forms, sources, read).read
+    return sizes, _Pieces(forms, sources, read, known).read
+
+
+def _names_in_model(model: Any, names: Iterable[str]) -> dict[str, str]:
+    # transformers adds the prefix of the base model, and leaves it out, where the model's names need it.
+    prefix, state = f"{model.base_model_prefix}.", model.state_dict().keys()
+    forms = {name: (name, name.removeprefix(prefix), prefix + name) for name in names}
+    return {
+        name: next(form for form in forms[name] if form in state) for name in forms if state & {*forms[name]}
+    }
+
+
+def _require_same(model: Any, table: Table, known: Mapping[str, str], folder: Path) -> None:
+    kind = f"{folder}: its {type(model).__name__}"
+    hint = "give the folder of the model that was trained, or a target that ends with .safetensors"
+    prefix, state = f"{model.base_model_prefix}.", model.state_dict(keep_vars=True)
+    for name, in_model in known.items():
+        shape, expected = table[name][1], tuple(state[in_model].shape)
+        if shape != expected:
+            raise ConfigError(f"{kind} has {in_model} of shape {expected}, the checkpoint of {shape}; {hint}")
+    further = _without(
+        table.keys() - known.keys(), getattr(model, "_keys_to_ignore_on_load_unexpected", None)
+    )
+    has_prefix = any(name.startswith(prefix) for name in table)
+    for name in further:
+        if not has_prefix or name.startswith(prefix):
+            raise ConfigError(f"{kind} has no {name}, which the checkpoint contains; {hint}")
+    present = {id(state[in_model]) for in_model in known.values()}  # one name of a tied weight is enough
+    missing = [name for name, tensor in state.items() if id(tensor) not in present]
+    base = {id(tensor) for tensor in model.base_model.state_dict(keep_vars=True).values()}
+    is_named = type(model).__name__ in (model.config.architectures or ())
+    for name in _without(missing, getattr(model, "_keys_to_ignore_on_load_missing", None)):
+        if id(state[name]) in base or (is_named and not further):
+            raise ConfigError(f"{kind} has {name}, which the checkpoint does not contain; {hint}")
+
+
+def _without(names: Iterable[str], patterns: Iterable[str] | None) -> list[str]:
+    return sorted(name for name in names if not any(re.search(pattern, name) for pattern in patterns or ()))
 
 
 class _Pieces:
-    def __init__(self, forms: FileForms, sources: Mapping[str, str], read: Read) -> None:
-        self._forms, self._sources, self._read = forms, sources, read
+    def __init__(
+        self, forms: FileForms, sources: Mapping[str, str], read: Read, known: Container[str]
+    ) -> None:
+        self._forms, self._sources, self._read, self._known = forms, sources, read, known
         self._pieces: dict[str, Tensor] = {}
 
     def read(self, key: str) -> Tensor:
         """Read a tensor by its name in the files."""
         if key not in self._pieces:
             name = self._sources[key]
+            if name not in self._known:
+                return self._read(name)
             self._pieces = self._forms.pieces(name, self._read(name))
         return self._pieces.pop(key)
 
@@ -101,5 +148,5 @@ def _meta_model(folder: Path) -> Any:
         return None
     try:
         return load(folder, weights=False)
-    except ConfigError:
+    except (ConfigError, ValueError):  # transformers has no such model
         return None
