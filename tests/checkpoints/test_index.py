@@ -12,6 +12,7 @@ import pytest
 
 from counterflow.checkpoints.index import (
     INDEX,
+    RUN,
     Chunk,
     Index,
     Stored,
@@ -43,6 +44,7 @@ WHOLE = Index(
     },
     about={"validation_loss": 0.5},
 )
+OF_RUN = {"config": "[train]", "optimizer": "adamw", "samples": 4}
 DAMAGED = (
     "run: {} is not a checkpoint, or damaged; give the folder of a run of `counterflow train`, or another "
     "checkpoint of it"
@@ -67,6 +69,19 @@ def test_what_is_written_reads_back(tmp_path: Path) -> None:
     assert Index.load(path, "run") == WHOLE
     assert WHOLE.has_training
     assert not WHOLE.model_copy(update={"objects": {"extra/0": "extra-0.json"}}).has_training
+
+
+@pytest.mark.parametrize(
+    ("about", "expected"),
+    [
+        ({"config": "my run: 5", "optimizer": "AdamW", "data": "wiki"}, {}),
+        ({RUN: OF_RUN, "config": "my run: 5"}, OF_RUN),
+        (OF_RUN | {"validation_loss": 0.5}, OF_RUN | {"validation_loss": 0.5}),  # of earlier runs
+        ({RUN: "mine"}, {}),
+    ],
+)
+def test_entries_of_a_run_are_not_those_of_a_program(about: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert WHOLE.model_copy(update={"about": about}).run == expected
 
 
 def test_the_text_is_indented_and_has_its_digest() -> None:

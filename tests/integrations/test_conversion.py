@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import counterflow as cf
+from counterflow.checkpoints.index import INDEX, Index
 from counterflow.errors import ConfigError
 from counterflow.integrations.conversion import convert
 from tests.checkpoints.test_pipelines import adamw, loss, model, run, trained
@@ -63,6 +64,9 @@ def test_into_a_folder_of_transformers_and_back(checkpoint: Path, tmp_path: Path
     assert {f.name for f in (tmp_path / "folder").iterdir()} == {
         *("config.json", "tokenizer.json", "model.safetensors"),
     }
+    path = checkpoint / "step-2" / INDEX  # a program may have an entry of this name
+    path.write_bytes(Index.load(path, "run").model_copy(update={"about": {"config": "my run: 5"}}).dumps())
+    convert(checkpoint, tmp_path / "further", base)
     convert(tmp_path / "folder", tmp_path / "again.safetensors")
     weights = cf.load_weights(checkpoint)
     del weights["5.weight"]

@@ -19,7 +19,7 @@ import torch
 
 from counterflow import ConfigError
 from counterflow.checkpoints import files
-from counterflow.checkpoints.index import INDEX, complete
+from counterflow.checkpoints.index import INDEX, Index, complete
 from counterflow.checkpoints.reader import Checkpoint
 from counterflow.errors import CounterflowError, WorkerError
 from counterflow.training import load_config, loop
@@ -146,6 +146,15 @@ def test_a_resumed_run_has_its_own_config_but_for_what_is_changed(train: Train, 
         "train.steps = 4, was 2",
     )
     assert [line["step"] for line in read_metrics(run_) if "loss" in line] == [1, 2, 3, 4]
+
+
+def test_a_run_resumes_from_a_program_with_entries_of_any_name(train: Train, tmp_path: Path) -> None:
+    train(train__steps=1)
+    path = tmp_path / "run" / "checkpoint" / "step-1" / INDEX
+    about = {"config": "my run: 5", "optimizer": "Adam", "data": "wiki", "validation_loss": "low"}
+    path.write_bytes(Index.load(path, "run").model_copy(update={"about": about}).dumps())
+    resumed = train("next", train__steps=2, train__resume=str(path.parent))
+    assert (resumed.steps, resumed.about.changed) == (2, ())
 
 
 def test_one_process_at_a_time_writes_a_folder(tmp_path: Path) -> None:

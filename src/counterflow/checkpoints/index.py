@@ -31,6 +31,12 @@ METADATA = ".metadata"
 CHECKPOINT = "checkpoint"
 """Folder of checkpoints in the folder of a run."""
 
+RUN = "counterflow"
+"""Entry of a checkpoint's ``about`` with what `counterflow train` notes; the others are users' own."""
+
+_OF_RUNS = {"config", "optimizer", "samples"}
+"""Entries of runs that had no entry of their own."""
+
 _FOLDER = re.compile(r"step-(\d{1,18})")
 _DRAFT = re.compile(r"\.step-\d{1,18}\.([0-9a-f]+\.)?(draft|old)")
 _ASIDE = re.compile(r"\.step-(\d{1,18})\.old")
@@ -102,6 +108,12 @@ class Index(_IndexModel):
     aliases: dict[str, tuple[str, ...]]
     files: dict[FileName, Written]
     about: dict[str, Any]
+
+    @property
+    def run(self) -> dict[str, Any]:
+        """Entries of the run that wrote it; empty if a program wrote it."""
+        entries = self.about.get(RUN, self.about)
+        return entries if isinstance(entries, dict) and entries.keys() >= _OF_RUNS else {}
 
     @property
     def has_training(self) -> bool:

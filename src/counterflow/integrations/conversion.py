@@ -211,7 +211,7 @@ def _into_transformers(
     target: Path,
     model: Path | None,
 ) -> Converted:
-    keys = tomllib.loads(str(checkpoint.index.about.get("config", "")))
+    keys = tomllib.loads(str(checkpoint.index.run.get("config", "")))
     if keys.get("lora", {}).get("rank") is not None:
         raise ConfigError(
             f"{checkpoint.place}: contains adapters in addition to a model's weights; the folder "
@@ -378,7 +378,7 @@ _OF_EXPERTS = re.compile(r"model\.layers\.\d+\.mlp\.experts\.")
 
 
 def _model_folder(checkpoint: Checkpoint) -> Path | None:
-    keys = tomllib.loads(str(checkpoint.index.about.get("config", "")))
+    keys = tomllib.loads(str(checkpoint.index.run.get("config", "")))
     path = keys.get("model", {}).get("path")
     return None if path is None else Path(str(path))
 

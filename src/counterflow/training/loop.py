@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from counterflow.checkpoints.exclusion import set_aside_after
-from counterflow.checkpoints.index import CHECKPOINT, complete
+from counterflow.checkpoints.index import CHECKPOINT, RUN, complete
 from counterflow.checkpoints.memory_copies import MemoryCopies
 from counterflow.checkpoints.saver import PATIENCE_SECONDS, Saver
 from counterflow.errors import ConfigError, CounterflowError
@@ -170,8 +170,8 @@ class Trainer:
         if job.start is not None and job.complete:
             self.saved = job.first_step
             loss = job.start.index.about.get("validation_loss")
-            if loss is not None:
-                self.validation = job.first_step, float(loss)
+            if isinstance(loss, float):  # a program may use this name for something else
+                self.validation = job.first_step, loss
         self.stopped = False
         """Whether all workers agreed to end the run early."""
         self.next_look = job.first_step
@@ -408,10 +408,12 @@ class Trainer:
             return
         validated, loss = self.validation
         about: dict[str, Any] = {
-            "optimizer": self.config.optimizer.name,
-            "samples": self.job.about.samples,
-            "config": self.config.to_toml(),
-            DATA: self.job.bundle.digest,
+            RUN: {
+                "optimizer": self.config.optimizer.name,
+                "samples": self.job.about.samples,
+                "config": self.config.to_toml(),
+                DATA: self.job.bundle.digest,
+            }
         }
         if validated == self.pipeline.steps:
             about["validation_loss"] = loss

@@ -39,7 +39,7 @@ _RUN_KEYS = {"train.resume", "train.out", "train.memory_every", "train.fewer_aft
 """Keys of a run that do not change what it trains."""
 
 DATA = "data"
-"""Entry of a checkpoint's index with the digest of the data."""
+"""Entry of a run in a checkpoint's index: the digest of the data."""
 
 _DATA_SECTIONS = {"data", "model"}
 """Sections of a config that decide which data are read, and how."""
@@ -190,7 +190,7 @@ def check(start: Checkpoint, bundle: ModelAndData, config: RunConfig) -> None:
                 f"{place}: {name} has shape {saved_shapes[name]}, {shape} in the "
                 "config's model; resume with the model of the checkpoint"
             )
-    had = start.index.about.get("optimizer")
+    had = start.index.run.get("optimizer")
     if had not in {None, kind} and (start.step or start.index.has_training):
         raise ConfigError(
             f"{place}: contains the state of optimizer.name = {had}, not of {kind}; give the same optimiser"
@@ -227,9 +227,9 @@ def changes(start: Checkpoint, data: str, config: RunConfig) -> tuple[str, ...]:
 
 
 def _differing(start: Checkpoint, config: RunConfig) -> dict[str, tuple[Any, Any]]:
-    if "config" not in start.index.about:
+    if "config" not in start.index.run:
         return {}
-    texts = str(start.index.about["config"]), config.to_toml()
+    texts = str(start.index.run["config"]), config.to_toml()
     before, now = (by_key(tomllib.loads(text)) for text in texts)
     return {
         key: (before.get(key), now.get(key))
@@ -246,7 +246,7 @@ def has_other_data(start: Checkpoint, data: str, config: RunConfig) -> bool:
         data: digest of the data of the run.
         config: config of the run.
     """
-    if start.index.about.get(DATA) in {None, data}:
+    if start.index.run.get(DATA) in {None, data}:
         return False
     return not any(key.partition(".")[0] in _DATA_SECTIONS for key in _differing(start, config))
 
