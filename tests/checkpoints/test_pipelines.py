@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import resource
 from functools import partial
 from pathlib import Path
@@ -303,6 +304,54 @@ def test_what_cannot_be_read_back_is_not_written(tmp_path: Path) -> None:
     ):
         run(work, workers=1)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keep_last": 0}, "keep_last = 0: the last checkpoint is kept; give 1 or more, or None"),
+        ({"keep_last": -1}, "keep_last = -1: the last"),
+        (
+            {"note": "x", "rate": torch.ones(())},
+            r"cannot store the entry 'rate', a Tensor .*; give texts, Pyth",
+        ),
+    ],
+)
+def test_options_that_a_checkpoint_does_not_support(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(partial(noted, tmp_path, options), workers=1)
+    assert not list(tmp_path.iterdir())
+
+
+def noted(out: Path, options: dict[str, Any]) -> None:
+    """Saves a checkpoint with these options."""
+    cf.save_checkpoint(cf.Pipeline(model(), loss, cf.schemes.dapple(1, 4), optimizer=adamw), out, **options)
+
+
+def test_entries_of_a_checkpoint_read_back(tmp_path: Path) -> None:
+    """Non-finite numbers, too."""
+    entries = {"diverged": math.nan, "most": math.inf, "least": -math.inf, "list": [1, 0.5, "x", None, True]}
+    run(partial(noted, tmp_path, entries | {"validation_loss": math.nan}), workers=1)
+    about = Checkpoint.load(tmp_path, "run").index.about
+    assert math.isnan(about.pop("diverged"))
+    assert math.isnan(about.pop("validation_loss"))
+    del entries["diverged"]
+    assert about == entries
+
+
+def test_a_loss_that_is_no_number_is_not_the_best(tmp_path: Path) -> None:
+    def work() -> None:
+        pipeline = cf.Pipeline(model(), loss, cf.schemes.dapple(1, 4), optimizer=adamw)
+        saver = Saver(pipeline, tmp_path, keep_last=1, keep_best=True)
+        for value in (math.nan, 0.5, 0.7, math.nan):
+            saver.start({"validation_loss": value})
+            saver.wait()
+            pipeline.step(*torch.ones(2, 8, 4, dtype=torch.float64))
+
+    run(work, workers=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-3"]
 
 
 def test_a_limit_on_files_leaves_the_checkpoints_before(tmp_path: Path) -> None:

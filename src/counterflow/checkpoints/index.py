@@ -56,7 +56,7 @@ class DamagedError(ConfigError):
 
 
 class _IndexModel(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
 
 class Chunk(_IndexModel):

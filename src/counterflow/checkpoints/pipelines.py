@@ -30,6 +30,7 @@ def save_checkpoint(
         The folder of this checkpoint.
 
     Raises:
+        ConfigError: ``keep_last`` is less than 1, or an entry cannot be stored.
         CounterflowError: the checkpoint cannot be written; nothing of it is left, and earlier ones are whole.
         WorkerError: the copies of a stage differ.
     """

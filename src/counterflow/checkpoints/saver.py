@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import secrets
 import shutil
 import threading
@@ -22,6 +23,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+
+from pydantic_core import to_jsonable_python
 
 from counterflow.errors import ConfigError, CounterflowError
 from counterflow.runtime.pipeline import Pipeline
@@ -72,6 +75,9 @@ class Saver:
         over: called by threads that write; returns whether others write there by now, which a worker that was
             frozen or cut off does not know. Then its files are removed, and it completes nothing; but time
             passes between the last check and the rename of a checkpoint.
+
+    Raises:
+        ConfigError: ``keep_last`` is less than 1.
     """
 
     def __init__(
@@ -83,6 +89,10 @@ class Saver:
         keep_best: bool = False,
         over: Callable[[], bool] = lambda: False,
     ) -> None:
+        if keep_last is not None and keep_last < 1:
+            raise ConfigError(
+                f"keep_last = {keep_last}: the last checkpoint is kept; give 1 or more, or None"
+            )
         self.pipeline, self.root = pipeline, root
         self._over = over
         self.keep_last, self.keep_best = keep_last, keep_best
@@ -123,12 +133,13 @@ class Saver:
                 while they are copied, and only its update waits.
 
         Raises:
-            ConfigError: gradients or another checkpoint are in flight, or an object cannot be serialised.
+            ConfigError: gradients or another checkpoint are in flight, or an object or entry cannot be
+                serialised.
             WorkerError: the copies of a stage differ.
         """
         from .dcp import SavePlan  # noqa: PLC0415 - it takes a while
 
-        pipeline = self.pipeline
+        pipeline, entries = self.pipeline, _entries(about)
         if self.in_flight is not None:
             raise ConfigError(
                 f"the checkpoint of step {self.in_flight} is still being written; call wait() before the next"
@@ -155,7 +166,7 @@ class Saver:
                 "tensors": plan.tensors(),
                 "objects": plan.objects(),
                 "aliases": aliases,
-                "about": dict(about),
+                "about": entries,
             }
         self.in_flight, self._completing = step, False
         live = {key: tensor for key, (tensor, _) in part.items()}
@@ -313,7 +324,7 @@ class Saver:
         if self.keep_best:
             losses = {path: self._loss(path) for path in checkpoints}
             best = min(checkpoints, key=lambda path: losses[path])
-            if losses[best] < float("inf"):
+            if losses[best] < math.inf:
                 remaining.add(best)
         for path in checkpoints:
             if path not in remaining:
@@ -328,8 +339,24 @@ class Saver:
                 loss = Index.load(path / INDEX, str(path)).about.get("validation_loss")
             except ConfigError:
                 loss = None
-            self._losses[path] = loss if isinstance(loss, float) else float("inf")
+            # A loss that is not a number would compare as the least.
+            if not isinstance(loss, float) or math.isnan(loss):
+                loss = math.inf
+            self._losses[path] = loss
         return self._losses[path]
+
+
+def _entries(about: Mapping[str, Any]) -> dict[str, Any]:
+    entries = {}
+    for name, value in about.items():
+        try:
+            entries[name] = to_jsonable_python(value, inf_nan_mode="constants")
+        except ValueError as error:
+            raise ConfigError(
+                f"a checkpoint cannot store the entry {name!r}, a {type(value).__name__} ({error}); give "
+                "texts, Python's numbers, or lists and dicts of them"
+            ) from None
+    return entries
 
 
 def _packed(objects: Mapping[str, Any]) -> bytes:

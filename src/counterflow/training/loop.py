@@ -8,6 +8,7 @@ checkpoints, and nothing here prints.
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 import time
 import uuid
@@ -170,7 +171,7 @@ class Trainer:
         if job.start is not None and job.complete:
             self.saved = job.first_step
             loss = job.start.index.about.get("validation_loss")
-            if isinstance(loss, float):  # a program may use this name for something else
+            if isinstance(loss, float) and math.isfinite(loss):  # programs may store any
                 self.validation = job.first_step, loss
         self.stopped = False
         """Whether all workers agreed to end the run early."""
