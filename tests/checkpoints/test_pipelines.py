@@ -19,6 +19,7 @@ from torch.distributed.checkpoint import state_dict_loader as dcp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 import counterflow as cf
+from counterflow.checkpoints import files
 from counterflow.checkpoints.index import INDEX
 from counterflow.checkpoints.reader import Checkpoint
 from counterflow.checkpoints.saver import Saver
@@ -339,6 +340,26 @@ def test_entries_of_a_checkpoint_read_back(tmp_path: Path) -> None:
     assert math.isnan(about.pop("validation_loss"))
     del entries["diverged"]
     assert about == entries
+
+
+def test_buffers_that_are_conjugate_views(tmp_path: Path) -> None:
+    """Their memory has other values than they have."""
+    values = torch.tensor([1 + 2j, 3 - 1j]).conj()
+
+    def work() -> None:
+        layers = model()
+        layers[0].register_buffer("conjugate", values)
+        layers[0].register_buffer("negative", values.imag)
+        cf.save_checkpoint(
+            cf.Pipeline(layers, loss, cf.schemes.chimera(2, 2), optimizer=adamw), tmp_path / "run"
+        )
+
+    run(work)
+    weights = cf.load_weights(tmp_path / "run")
+    assert weights["0.conjugate"].tolist() == [1 - 2j, 3 + 1j]
+    assert weights["0.negative"].tolist() == [-2, 1]
+    files.write_tensors(tmp_path / "a", files.sizes_of({"a": values}), {"a": values}.__getitem__)
+    assert load_file(tmp_path / "a")["a"].tolist() == values.tolist()
 
 
 def test_a_loss_that_is_no_number_is_not_the_best(tmp_path: Path) -> None:

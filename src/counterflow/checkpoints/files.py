@@ -117,7 +117,7 @@ def pieces_of(
     yield memoryview(len(text).to_bytes(8, "little"))
     yield memoryview(text)
     for name in sizes:
-        tensor = read(name)
+        tensor = read(name).resolve_conj().resolve_neg()
         if tensor.numel():
             yield tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 

@@ -76,6 +76,9 @@ def test_layouts_in_memory_make_no_difference() -> None:
     assert number(torch.arange(9.0).bfloat16()[1:]) == number(torch.arange(1.0, 9).bfloat16())
     assert number(torch.tensor(3.0)) != number(torch.tensor(4.0))
     assert number() == number(torch.empty(0)) == 0.0
+    conjugate = torch.tensor([1 + 2j, 3 - 1j]).conj()
+    assert number(conjugate) == number(conjugate.resolve_conj())
+    assert number(conjugate.imag) == number(conjugate.imag.resolve_neg())
 
 
 # -- copies of stages

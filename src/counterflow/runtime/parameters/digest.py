@@ -52,7 +52,8 @@ def digest(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    flat = tensor.contiguous().reshape(-1)
+    # The memory of a conjugate or negative view contains other values than it has.
+    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
     if flat.element_size() == 1:
         return flat.view(torch.uint8)
     return flat.view(torch.int16 if flat.element_size() == 2 else torch.int32)
