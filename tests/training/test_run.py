@@ -119,6 +119,22 @@ def test_about(train: Train) -> None:
     assert 3 < about.unigram_entropy < 3.5
 
 
+def test_seconds_of_asynchronous_steps_add_up(train: Train, tmp_path: Path) -> None:
+    """Those of calls that report no step are shared among the steps that are reported next."""
+    summary = train(
+        schedule__scheme="pipedream-2bw",
+        schedule__stages=2,
+        schedule__micro_batches=2,
+        train__steps=8,
+        train__evaluate_every=3,
+    )
+    samples = summary.about.samples
+    lines = [line for line in read_metrics(tmp_path / "run") if "loss" in line]
+    assert len(lines) == 8
+    seconds = sum(samples / line["samples_per_second"] for line in lines)
+    assert seconds == pytest.approx(8 * samples / summary.samples_per_second, rel=1e-9)
+
+
 @pytest.mark.parametrize(("mini_batch", "expected"), [(16, 5.0), (17, None)])
 def test_what_a_plan_expected_of_this_mini_batch(
     train: Train, mini_batch: int, expected: float | None

@@ -340,8 +340,7 @@ class Trainer:
         return step
 
     def _flush(self) -> None:
-        for step in self.pipeline.flush():
-            self.recorder.report(step)
+        self.recorder.report(self.pipeline.flush())
         self.live.emptied()
 
     def _evaluate(self) -> None:

@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from counterflow.checkpoints.memory_copies import ResumePoint
 from counterflow.errors import WorkerError
@@ -67,6 +67,8 @@ class RunRecorder:
         self.training_seconds = 0.0
         self._took_seconds: dict[int, float] = {}
         """Seconds of steps that were made but not yet reported."""
+        self._unreported_seconds = 0.0
+        """Seconds of calls since one reported a step."""
         self._began = self._before = 0.0
 
     def start(self) -> None:
@@ -105,16 +107,23 @@ class RunRecorder:
     def report_call(self, number: int, step: Step) -> None:
         """Note a call of ``Pipeline.step``, and the step that it reports."""
         self._took_seconds[number] = step.seconds
-        self.report(step)
+        self.report([step])
 
-    def report(self, step: Step) -> None:
-        """Note the result of a step; without a barrier or if asynchronous, a later step reports it."""
-        self.training_seconds += step.seconds
-        if step.reports_step is None:
-            return
-        # A synchronous step lasts as long as its own call; otherwise a call works on other steps as well.
-        took = self._took_seconds.pop(step.reports_step)
-        seconds = took if self.job.schedule.synchronous else step.seconds
+    def report(self, steps: Sequence[Step]) -> None:
+        """Note the results of one call; without a barrier or if asynchronous, a later call reports a step."""
+        seconds = sum(step.seconds for step in steps)
+        self.training_seconds += seconds
+        self._unreported_seconds += seconds
+        reported = {step.reports_step: step for step in steps if step.reports_step is not None}
+        for number, step in reported.items():
+            # A synchronous step lasts as long as its own call; otherwise a call works on other steps as well.
+            took = self._took_seconds.pop(number)
+            share = self._unreported_seconds / len(reported)
+            self._report_step(number, step, took if self.job.schedule.synchronous else share)
+        if reported:
+            self._unreported_seconds = 0.0
+
+    def _report_step(self, number: int, step: Step, seconds: float) -> None:
         values = {"loss": step.loss, "grad_norm": step.grad_norm}
         if step.skipped:
             values = {name: number for name, number in values.items() if math.isfinite(number)} | {
@@ -127,9 +136,9 @@ class RunRecorder:
         if "loss" in values:
             self.losses.append(step.loss)
         self.record(
-            step=step.reports_step + 1,
+            step=number + 1,
             **values,
-            learning_rate=self.job.learning_rate(step.reports_step),
+            learning_rate=self.job.learning_rate(number),
             samples_per_second=step.samples / seconds,
         )
 
