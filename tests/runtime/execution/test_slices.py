@@ -237,6 +237,16 @@ def attending() -> list[nn.Module]:
     return between(*(partial(Attending, 2, window) for window in (None, 5, None)))
 
 
+def supports_lstm_under_autocast() -> bool:
+    """oneDNN has LSTMs in bfloat16 for some processors alone."""
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            nn.LSTM(WIDTH, WIDTH)(torch.ones(1, 1, WIDTH))
+    except RuntimeError:
+        return False
+    return True
+
+
 def test_further_options_with_slices() -> None:
     """In float32 what compression and bfloat16 round is told from what slices get wrong."""
 
@@ -244,6 +254,7 @@ def test_further_options_with_slices() -> None:
         return lambda: [layer.float() for layer in make()]
 
     exact, rounded = 1e-10, 3e-3
+    recurrent = own if supports_lstm_under_autocast() else attending
     for scheme, make, options, within in (
         (
             "chimera",
@@ -255,7 +266,7 @@ def test_further_options_with_slices() -> None:
         ("1f1b", single(attending), {"compress": True}, rounded),
         ("chimera", single(own), {"compress": True, "steps": 3}, rounded),
         ("zb-h1", single(attending), {"autocast": torch.bfloat16}, rounded),
-        ("1f1b", single(own), {"autocast": torch.bfloat16, "recompute": "layer"}, rounded),
+        ("1f1b", single(recurrent), {"autocast": torch.bfloat16, "recompute": "layer"}, rounded),
         ("chimera", single(attending), {"compute_dtype": torch.bfloat16, "recompute": "stage"}, rounded),
     ):
         schedule = schedule_of(f"{scheme}(stages=2, micro_batches=2, slices=3)", {})

@@ -75,7 +75,7 @@ class Ledger:
         self._events.append((block, 1))
 
     def _block(self, storage: torch.UntypedStorage) -> _Block | None:
-        """The block of a storage, or the one whose memory it is a part of."""
+        # the block of the storage, or the one whose memory it is a part of
         block = self._live.get(storage._cdata)  # noqa: SLF001 - its identity
         if block is None and not storage.resizable():
             address = storage.data_ptr()

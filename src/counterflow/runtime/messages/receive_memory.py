@@ -88,7 +88,7 @@ class ReceiveMemory:
         return block.buffer(region)
 
     def _spare(self, buffer: _Buffer) -> _Buffer:
-        """Memory for a message that comes while another part of the program refers to its buffer."""
+        # for a message that comes while another part of the program refers to its buffer
         if buffer.spare is None or not buffer.spare.is_free():
             self.allocations += 1
             buffer.spare = _Buffer(_bytes(buffer.memory.nbytes, buffer.memory.device), buffer.block)
