@@ -12,8 +12,8 @@ from heapq import heappop, heappush
 
 from .receive_buffers import Lifetime, colour, most_in_use
 
-_CHANGES = 6
-"""Changes of each order that are tried."""
+CHANGES = 6
+"""Changes of each order that are tried, if these are not too many comparisons."""
 
 _MOST_COMPARISONS = 400_000
 """Comparisons of two messages in all tries together: a fraction of a second."""
@@ -34,7 +34,7 @@ class BufferLayout:
     in_use: int
 
 
-def arrange(lives: Sequence[Lifetime], sizes: Sequence[int]) -> BufferLayout:
+def arrange(lives: Sequence[Lifetime], sizes: Sequence[int], changes: int = CHANGES) -> BufferLayout:
     """Place messages so that no two that live at once overlap.
 
     Messages of equal sizes need no more than is in use at once. Otherwise they are placed in several orders,
@@ -44,6 +44,7 @@ def arrange(lives: Sequence[Lifetime], sizes: Sequence[int]) -> BufferLayout:
     Args:
         lives: lives in the order of their starts.
         sizes: size of each message.
+        changes: changes of each order that are tried.
 
     >>> from counterflow.program.lowering import lower
     >>> from counterflow.schedule.schemes import dapple
@@ -59,7 +60,7 @@ def arrange(lives: Sequence[Lifetime], sizes: Sequence[int]) -> BufferLayout:
         )
     _, in_use = most_in_use(lives, sizes)
     best = None
-    for placement in _placements(lives, sizes):
+    for placement in _placements(lives, sizes, changes):
         if best is None or placement.size < best.size:
             best = placement
         if best.size == in_use:
@@ -74,7 +75,7 @@ class _Placement:
     size: int
 
 
-def _placements(lives: Sequence[Lifetime], sizes: Sequence[int]) -> Iterator[_Placement]:
+def _placements(lives: Sequence[Lifetime], sizes: Sequence[int], changes: int) -> Iterator[_Placement]:
     overlaps = _overlaps(lives)
     length = [life.end - life.start for life in lives]
     keys: tuple[Callable[[int], float | tuple[int, int]], ...] = (
@@ -84,7 +85,7 @@ def _placements(lives: Sequence[Lifetime], sizes: Sequence[int]) -> Iterator[_Pl
         lambda n: lives[n].start,
         lambda n: -lives[n].end,
     )
-    changes = min(_CHANGES, _MOST_COMPARISONS // (len(keys) * (1 + sum(map(len, overlaps)))))
+    changes = min(changes, _MOST_COMPARISONS // (len(keys) * (1 + sum(map(len, overlaps)))))
     for key in keys:
         order = sorted(range(len(lives)), key=key)
         yield (placement := _place(order, sizes, overlaps))

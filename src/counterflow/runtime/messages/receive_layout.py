@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from counterflow.program.communication.buffer_layout import arrange
+from counterflow.program.communication.buffer_layout import CHANGES, arrange
 from counterflow.program.communication.receive_buffers import Lifetime
 
 from .compression import Compression
@@ -19,7 +19,8 @@ from .receive_memory import Region, message_bytes
 from .values import Shapes, TensorSpec
 
 _MOST_LAYOUTS = 16
-"""Layouts that are cached: irregular batches may have other sizes in each step."""
+"""Layouts that are cached. Irregular batches may have other sizes in each step: then less time is spent on a
+layout."""
 
 
 class ReceiveLayout:
@@ -33,6 +34,7 @@ class ReceiveLayout:
     def __init__(self, lifetimes: Sequence[Lifetime], envelopes: Sequence[Envelope]) -> None:
         self._lifetimes, self._envelopes = lifetimes, envelopes
         self._known: dict[tuple[tuple[int, int], ...], list[Region]] = {}
+        self._changes = CHANGES
         for envelope in envelopes:
             envelope.layout = self
 
@@ -61,7 +63,8 @@ class ReceiveLayout:
         if key not in self._known:
             if len(self._known) >= _MOST_LAYOUTS:
                 self._known.clear()
-            layout = arrange([self._lifetimes[number] for number in numbers], sizes)
+                self._changes = 0
+            layout = arrange([self._lifetimes[number] for number in numbers], sizes, self._changes)
             self._known[key] = [
                 Region(offset, offset + size, layout)
                 for offset, size in zip(layout.offsets, sizes, strict=True)
