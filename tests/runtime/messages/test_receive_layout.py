@@ -103,11 +103,10 @@ class Retaining(Widening):
     "schedule", [schemes.dapple(3, 6), schemes.hanayo(3, 6, waves=2), schemes.zb_v(3, 6)], ids=str
 )
 def test_memory_that_a_layer_refers_to_is_not_used_again(schedule: Schedule) -> None:
-    def changed() -> tuple[int, int, int]:
+    def retained() -> int:
         widths = [4, *(16 << stage % 3 for stage in range(schedule.stages - 1)), 4]
         layers: list[nn.Module] = [Retaining(a, b) for a, b in pairwise(widths)]
         pipeline = Pipeline(layers, nn.functional.mse_loss, schedule, optimizer=sgd, digest_every=0)
-        counts = []
         rng = torch.Generator().manual_seed(0)
         inputs = 0
         for samples in (24, 24, 24, 48, 24, 12, *range(13, 48, 2), 24, 24):
@@ -116,9 +115,6 @@ def test_memory_that_a_layer_refers_to_is_not_used_again(schedule: Schedule) -> 
             pairs = [pair for layer in layers for pair in layer.inputs]  # type: ignore[union-attr]
             assert all(torch.equal(x, copy) for x, copy in pairs)
             inputs += len(pairs)
-            counts.append(pipeline._engine.runner.interpreter.in_flight.messages._memory.allocations)
-        return inputs, counts[-1] - counts[-2], counts[-1]
+        return inputs
 
-    for inputs, last, made in run(changed, workers=3):
-        assert inputs > 30
-        assert last == 0 or made
+    assert min(run(retained, workers=3)) > 30
