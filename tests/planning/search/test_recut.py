@@ -81,5 +81,5 @@ def test_a_plan_of_a_paper_is_faster() -> None:
 
 
 def test_given_cuts_are_not_moved() -> None:
-    with pytest.raises(ConfigError, match="recut: moves layers from the cuts that are given"):
+    with pytest.raises(ConfigError, match="recut: cannot be combined with cuts"):
         Constraints(cuts=(2,), recut=True)

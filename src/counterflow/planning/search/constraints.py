@@ -170,7 +170,7 @@ class Constraints:
         object.__setattr__(self, "options", _options(self.options))
         object.__setattr__(self, "cuts", _cuts(self.cuts))
         if self.recut and self.cuts is not Cutting.BALANCED:
-            raise ConfigError("recut: moves layers from the cuts that are given with cuts; omit one of them")
+            raise ConfigError("recut: cannot be combined with cuts, which are fixed; omit one of them")
 
     def at(self, degrees: Degrees, tried: Collection[Degrees], cluster: Cluster) -> Constraints:
         """The constraints for some degrees, without depths that only others allow.
