@@ -103,7 +103,7 @@ class _Block:
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
         self.replaced = False
-        self._buffers: dict[tuple[int, int], _Buffer] = {}
+        self._by_place: dict[tuple[int, int], _Buffer] = {}
         self._layouts: list[BufferLayout] = []
 
     def has_place(self, layout: BufferLayout) -> bool:
@@ -115,16 +115,16 @@ class _Block:
         begin, end, layout = region.begin, region.end, region.layout
         if all(layout is not member for member in self._layouts):
             self._layouts.append(layout)
-        buffer = self._buffers.get((begin, end))
+        buffer = self._by_place.get((begin, end))
         if buffer is None:
             # A storage of its own: only so is it known which part of the block is in use.
             storage = self.memory.untyped_storage()[begin:end]
             buffer = _Buffer(_bytes(0, self.memory.device).set_(storage), self)
-            for (first, stop), neighbour in self._buffers.items():
+            for (first, stop), neighbour in self._by_place.items():
                 if first < end and begin < stop:
                     buffer.overlapping.append(neighbour)
                     neighbour.overlapping.append(buffer)
-            self._buffers[begin, end] = buffer
+            self._by_place[begin, end] = buffer
         return buffer
 
 
