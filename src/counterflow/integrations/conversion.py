@@ -211,8 +211,7 @@ def _into_transformers(
     target: Path,
     model: Path | None,
 ) -> Converted:
-    keys = tomllib.loads(str(checkpoint.index.run.get("config", "")))
-    if keys.get("lora", {}).get("rank") is not None:
+    if _config(checkpoint).get("lora", {}).get("rank") is not None:
         raise ConfigError(
             f"{checkpoint.place}: contains adapters in addition to a model's weights; the folder "
             "`adapter` of the run contains them as peft reads them"
@@ -378,9 +377,12 @@ _OF_EXPERTS = re.compile(r"model\.layers\.\d+\.mlp\.experts\.")
 
 
 def _model_folder(checkpoint: Checkpoint) -> Path | None:
-    keys = tomllib.loads(str(checkpoint.index.run.get("config", "")))
-    path = keys.get("model", {}).get("path")
+    path = _config(checkpoint).get("model", {}).get("path")
     return None if path is None else Path(str(path))
+
+
+def _config(checkpoint: Checkpoint) -> dict[str, Any]:
+    return tomllib.loads(str(checkpoint.index.run.get("config", "")))
 
 
 def _model_type(folder: Path | None) -> str:

@@ -38,7 +38,7 @@ from .play import Play
 from .predict import Predictor
 from .prediction import Configuration, Prediction
 from .search.constraints import Constraints
-from .search.recut import recut
+from .search.recut import LESS, recut
 from .search.search_result import Plan, SearchResult
 from .search.space import Omission
 
@@ -59,9 +59,6 @@ _TURNS = 3
 
 _FIRST = 0.7
 """Share of time for the first order, if stages may be cut anew after it."""
-
-_LESS = 1 - 1e-9
-"""Share of a time above which there is no gain, because sums of floats round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +130,7 @@ class Orders:
     def best(self) -> Computed | None:
         """The best order, if it is faster than the best named plan."""
         order = self.computed[0] if self.computed else None
-        return order if order is not None and order.seconds < self.named.seconds * _LESS else None
+        return order if order is not None and order.seconds < self.named.seconds * LESS else None
 
     @property
     def gain(self) -> float:
@@ -220,7 +217,7 @@ class _OrderSearch:
                 self._omit(job, f"{_JOBS} others have lower bounds")
             jobs = jobs[:_JOBS]
             for number, job in enumerate(jobs):
-                if not job.bound_seconds < self._best_seconds * _LESS:
+                if not job.bound_seconds < self._best_seconds * LESS:
                     self._omit(job, self._too_slow(job.bound_seconds))
                     continue
                 share = (self._until - time.monotonic()) / (len(jobs) - number)
@@ -282,7 +279,7 @@ class _OrderSearch:
             self._omit(job, str(error))
             return None
         seconds = play.step_seconds(bound.seconds)
-        if not seconds < self._best.seconds * _LESS:
+        if not seconds < self._best.seconds * LESS:
             self._omit(job, self._too_slow(seconds))
             return None
         return replace(job, bound_seconds=seconds)
@@ -319,7 +316,7 @@ class _OrderSearch:
             if play is result.play:
                 break
             recomputed = self._synthesize(job, play, max(until - time.monotonic(), 0.0), result)
-            if not recomputed.seconds < result.seconds * _LESS:
+            if not recomputed.seconds < result.seconds * LESS:
                 break
             self._computed[-1] = result = recomputed
         return result.synthesis.stopped

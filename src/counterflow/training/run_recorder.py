@@ -115,13 +115,13 @@ class RunRecorder:
         self.training_seconds += seconds
         self._unreported_seconds += seconds
         reported = {step.reports_step: step for step in steps if step.reports_step is not None}
+        if not reported:
+            return
+        share, self._unreported_seconds = self._unreported_seconds / len(reported), 0.0
         for number, step in reported.items():
             # A synchronous step lasts as long as its own call; otherwise a call works on other steps as well.
             took = self._took_seconds.pop(number)
-            share = self._unreported_seconds / len(reported)
             self._report_step(number, step, took if self.job.schedule.synchronous else share)
-        if reported:
-            self._unreported_seconds = 0.0
 
     def _report_step(self, number: int, step: Step, seconds: float) -> None:
         values = {"loss": step.loss, "grad_norm": step.grad_norm}

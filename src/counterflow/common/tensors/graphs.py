@@ -43,6 +43,11 @@ def is_reentrant_checkpoint(node: Node) -> bool:
     return issubclass(type(node), BackwardCFunction) and "Checkpoint" in node.name()
 
 
+def has_reentrant_checkpoint(outputs: Iterable[Tensor]) -> bool:
+    """Tell whether the graph of some outputs contains a reentrant checkpoint."""
+    return any(map(is_reentrant_checkpoint, graph_of(outputs)))
+
+
 def gradient_edge(tensor: Tensor) -> GradientEdge:
     """Edge of an output's gradient, which keeps the graph alive: torch's function in a third of its time.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -157,11 +157,13 @@ class Checkpoints(Base):  # type: ignore[misc]
         adapters = self._has_adapters
         if isinstance(self.model, PreTrainedModel) and not adapters and has_weights(Path(folder)):
             return Folder.read(Path(folder), self.model).tensors()
-        names = [path.name for path in Path(folder).glob("adapter_model.safetensors")]
-        if not adapters:
-            names = sorted({*files_by_tensor(Path(folder)).values()}) if has_weights(Path(folder)) else []
+        names: Collection[str] = ()
+        if adapters:
+            names = [path.name for path in Path(folder).glob("adapter_model.safetensors")]
+        elif has_weights(Path(folder)):
+            names = {*files_by_tensor(Path(folder)).values()}
         weights: dict[str, Tensor] = {}
-        for name in names:
+        for name in sorted(names):
             weights |= load_file(Path(folder) / name)
         if not weights:
             raise ConfigError(

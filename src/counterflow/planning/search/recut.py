@@ -12,7 +12,7 @@ from dataclasses import replace
 from ..play import Play
 from ..predict import Predictor
 
-_LESS = 1 - 1e-9
+LESS = 1 - 1e-9
 """Share of a time above which there is no gain, because sums of floats round."""
 
 
@@ -35,7 +35,7 @@ def recut(predictor: Predictor, play: Play, stops: Callable[[], bool] = lambda: 
                 if stops():
                     return best
                 moved = _moved(predictor, best, stage, by)
-                if moved is not None and moved.fits and moved.seconds < best.seconds * _LESS:
+                if moved is not None and moved.fits and moved.seconds < best.seconds * LESS:
                     best, improved = moved, True
     return best
 

@@ -106,22 +106,13 @@ class _Best:
         if best is None or key(plan) < key(best):
             self.of_schemes[scheme] = plan
 
-    def recut(
-        self, predictors: Mapping[Degrees, Predictor], progress: Callable[[int, int], None] | None
-    ) -> None:
+    def recut(self, predictors: Mapping[Degrees, Predictor], progress: Callable[[int, int], None]) -> None:
         """Move layers of all plans while these get faster."""
         plans = {id(plan): plan for plan in (*self.plans, *self.of_schemes.values())}
-        faster: dict[int, Plan] = {}
-        for number, (key, plan) in enumerate(plans.items()):
-            if progress is not None:
-                progress(number, len(plans))
+        for number, plan in enumerate(plans.values()):
+            progress(number, len(plans))
             play = recut(predictors[plan.play.configuration.degrees], plan.play)
-            faster[key] = replace(plan, seconds=play.seconds, play=play)
-        by_seconds = attrgetter("seconds", "place")
-        self.plans = sorted((faster[id(plan)] for plan in self.plans), key=by_seconds)
-        self.of_schemes = {scheme: faster[id(plan)] for scheme, plan in self.of_schemes.items()}
-        candidates = (*self.plans, *self.of_schemes.values())
-        self.plans = sorted({plan.place: plan for plan in candidates}.values(), key=by_seconds)[: self.count]
+            self.add(play.configuration.scheme, replace(plan, seconds=play.seconds, play=play))
 
     def needs(self, scheme: str, bound: float) -> bool:
         """True if a candidate with this bound may be among the best; it may be as good as its bound."""
@@ -199,7 +190,7 @@ def search(
         raise PlanError(nothing_fits(cluster, tallies, omissions))
     if constraints.recut:
         predictors = {run.predictor.degrees: run.predictor for run in runs}
-        best.recut(predictors, (lambda done, of: progress(done, of, "moving layers")) if progress else None)
+        best.recut(predictors, lambda done, of: progress(done, of, "moving layers") if progress else None)
     in_more_memory = None
     for run in runs:
         limit = (in_more_memory or best.plans[0]).seconds

@@ -59,23 +59,16 @@ def arrange(lives: Sequence[Lifetime], sizes: Sequence[int], changes: int = CHAN
             tuple(slot * size for slot in table.slots), table.in_use * size, table.in_use * size
         )
     _, in_use = most_in_use(lives, sizes)
-    best = None
-    for placement in _placements(lives, sizes, changes):
-        if best is None or placement.size < best.size:
-            best = placement
-        if best.size == in_use:
-            break
-    assert best is not None
-    return BufferLayout(tuple(best.offsets), best.size, in_use)
+    layouts = _layouts(lives, sizes, in_use, changes)
+    best = next(layouts)
+    while best.size > in_use and (layout := next(layouts, None)) is not None:
+        best = min(best, layout, key=lambda layout: layout.size)
+    return best
 
 
-@dataclass(frozen=True, slots=True)
-class _Placement:
-    offsets: list[int]
-    size: int
-
-
-def _placements(lives: Sequence[Lifetime], sizes: Sequence[int], changes: int) -> Iterator[_Placement]:
+def _layouts(
+    lives: Sequence[Lifetime], sizes: Sequence[int], in_use: int, changes: int
+) -> Iterator[BufferLayout]:
     overlaps = _overlaps(lives)
     length = [life.end - life.start for life in lives]
     keys: tuple[Callable[[int], float | tuple[int, int]], ...] = (
@@ -88,11 +81,11 @@ def _placements(lives: Sequence[Lifetime], sizes: Sequence[int], changes: int) -
     changes = min(changes, _MOST_COMPARISONS // (len(keys) * (1 + sum(map(len, overlaps)))))
     for key in keys:
         order = sorted(range(len(lives)), key=key)
-        yield (placement := _place(order, sizes, overlaps))
+        yield (layout := BufferLayout(*_place(order, sizes, overlaps), in_use))
         for _ in range(changes):
-            ends = [offset + size for offset, size in zip(placement.offsets, sizes, strict=True)]
-            order.sort(key=lambda n, ends=ends, top=placement.size: ends[n] < top)  # type: ignore[misc]
-            yield (placement := _place(order, sizes, overlaps))
+            ends = [offset + size for offset, size in zip(layout.offsets, sizes, strict=True)]
+            order.sort(key=lambda n, ends=ends, top=layout.size: ends[n] < top)  # type: ignore[misc]
+            yield (layout := BufferLayout(*_place(order, sizes, overlaps), in_use))
 
 
 def _overlaps(lives: Sequence[Lifetime]) -> list[list[int]]:
@@ -109,7 +102,9 @@ def _overlaps(lives: Sequence[Lifetime]) -> list[list[int]]:
     return overlaps
 
 
-def _place(order: Sequence[int], sizes: Sequence[int], overlaps: Sequence[Sequence[int]]) -> _Placement:
+def _place(
+    order: Sequence[int], sizes: Sequence[int], overlaps: Sequence[Sequence[int]]
+) -> tuple[tuple[int, ...], int]:
     offsets = [-1] * len(sizes)
     top = 0
     for number in order:
@@ -124,4 +119,4 @@ def _place(order: Sequence[int], sizes: Sequence[int], overlaps: Sequence[Sequen
             end = max(end, stop)
         offsets[number] = offset if smallest >= 0 else end
         top = max(top, offsets[number] + size)
-    return _Placement(offsets, top)
+    return tuple(offsets), top

@@ -65,9 +65,7 @@ class Ledger:
         """Count the storage of a tensor, unless it is counted."""
         storage = tensor.untyped_storage()
         key = storage._cdata  # noqa: SLF001 - its identity
-        if key in self._live or key in self._excluded or not storage.nbytes():
-            return
-        if self._block(storage) is not None:
+        if key in self._excluded or not storage.nbytes() or self._block(storage) is not None:
             return
         block = _Block(storage.nbytes(), part, storage.data_ptr())
         block.reference = weakref.ref(storage, partial(self._free, key))

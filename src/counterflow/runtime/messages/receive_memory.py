@@ -104,17 +104,15 @@ class _Block:
         self.memory = memory
         self.replaced = False
         self._by_place: dict[tuple[int, int], _Buffer] = {}
-        self._layouts: list[BufferLayout] = []
+        self._layouts: set[BufferLayout] = set()
 
     def has_place(self, layout: BufferLayout) -> bool:
-        if any(layout is member for member in self._layouts):
-            return True
-        return layout.size <= self.memory.nbytes and len(self._layouts) < _MOST_LAYOUTS
+        has_room = layout.size <= self.memory.nbytes and len(self._layouts) < _MOST_LAYOUTS
+        return has_room or layout in self._layouts
 
     def buffer(self, region: Region) -> _Buffer:
         begin, end, layout = region.begin, region.end, region.layout
-        if all(layout is not member for member in self._layouts):
-            self._layouts.append(layout)
+        self._layouts.add(layout)
         buffer = self._by_place.get((begin, end))
         if buffer is None:
             # A storage of its own: only so is it known which part of the block is in use.

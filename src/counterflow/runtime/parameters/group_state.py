@@ -24,12 +24,7 @@ FURTHER = "further_state"
 _OPTIONS = {"base_lrs": "initial_lr", "_last_lr": "lr"}
 """Lists of a scheduler that the options of the groups contain."""
 
-_OF_TORCH = frozenset(
-    {
-        *_OPTIONS,
-        *("lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"),
-    }
-)
+_OF_TORCH = frozenset({*_OPTIONS, "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"})
 """Lists with an entry for each group in torch's schedulers."""
 
 _NESTED = "_schedulers"
@@ -82,7 +77,7 @@ def _names(scheduler: LRScheduler, groups: int) -> frozenset[str]:
 
 
 def further_state(
-    optimizer: Optimizer, scheduler: LRScheduler | None, names: Collection[str] = _OF_TORCH
+    optimizer: Optimizer, scheduler: LRScheduler | None, names: Collection[str]
 ) -> list[dict[str, Any]]:
     """What is saved with the weights of each group beside its options; empty where these have all.
 
@@ -159,7 +154,7 @@ def scheduler_state(
     stage: int,
     scheduler: LRScheduler,
     options: Sequence[Mapping[str, Any]],
-    names: Collection[str] = _OF_TORCH,
+    names: Collection[str],
 ) -> dict[str, Any] | None:
     """Return a scheduler's state for the groups at hand: the stage's, or any stage's if the cuts differ.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from counterflow.api.loss_sum import SLICE, SliceOf
-from counterflow.common.tensors.graphs import graph_of, is_reentrant_checkpoint
+from counterflow.common.tensors.graphs import has_reentrant_checkpoint
 
 from .tolerances import GRADIENTS, LOSSES, SMALL
 
@@ -179,7 +179,7 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 def _gradients(loss: Tensor, leaves: Sequence[Tensor], seed: Tensor) -> Gradients:
-    if not any(map(is_reentrant_checkpoint, graph_of([loss]))):
+    if not has_reentrant_checkpoint([loss]):
         return torch.autograd.grad(loss, leaves, seed, allow_unused=True)
     torch.autograd.backward(loss, seed)
     gradients = [leaf.grad for leaf in leaves]

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from counterflow.common.doubling import rechecks
-from counterflow.common.tensors.graphs import graph_of, is_reentrant_checkpoint
+from counterflow.common.tensors.graphs import has_reentrant_checkpoint
 from counterflow.common.trees import tensors_in
 from counterflow.errors import ConfigError
 
@@ -262,7 +262,9 @@ class _LayerComparison:
             raise _Undecided
         stage, layer = self._stage, self._layer
         # Otherwise the whole has no graph with the leaves, or none that computes their gradients alone.
-        is_connected = self._input.complete and not _has_reentrant_checkpoint((expected, joined.value))
+        is_connected = self._input.complete and not has_reentrant_checkpoint(
+            tensors_in((expected, joined.value))
+        )
         connected = self._leaves if is_connected else ()
         lower = stage.lower_precision
         near = are_near(expected, joined.value, connected, lower_precision=lower)
@@ -283,10 +285,6 @@ def _copy(tensor: Tensor) -> Tensor:
 
 def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.is_floating_point())
-
-
-def _has_reentrant_checkpoint(outputs: Value) -> bool:
-    return any(map(is_reentrant_checkpoint, graph_of(tensors_in(outputs))))
 
 
 def _sequence_length(value: Value, rows: SliceRows) -> int:
