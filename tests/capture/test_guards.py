@@ -233,7 +233,9 @@ def test_an_asynchronous_scheme_ends_what_is_in_flight_before() -> None:
             for step, gain in enumerate((1.0, 1.0, 0.5, 0.5)):
                 model.config.gain = gain
                 losses.append(pipeline.step(sample(step), sample(step + 100)).loss)
-            return losses + [step.loss for step in pipeline.flush()]
+            steps = pipeline.flush()
+            assert all(step.seconds > 0 for step in steps)
+            return losses + [step.loss for step in steps]
 
     results = cf.launch(work, workers=2, transport="local")
     assert results[0] == pytest.approx(results[1], nan_ok=True)

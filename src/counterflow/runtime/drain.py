@@ -7,7 +7,6 @@ from functools import partial
 
 from .call_guard import CallGuard
 from .execution.evaluation import EvaluationRunner
-from .execution.gathers import MiniBatch
 from .execution.runner import Runner
 from .execution.step import Step
 from .mini_batch.batches import Batches
@@ -62,11 +61,8 @@ class Drain:
                 self._evaluation.drain()
         if not self._runner.in_flight:
             return unreported
-        began = time.perf_counter()
         with self._guard.reported(), self._owned.used(), self._streams.step():
-            reports = self._end()
-            seconds = time.perf_counter() - began
-            unreported += [report.step_of(report.step, seconds / len(reports)) for report in reports]
+            unreported += self._end()
             if self._compares:
                 self._weights.check_copies(f"after step {self._guard.steps - 1}")
         return unreported
@@ -78,8 +74,10 @@ class Drain:
     def end_steps(self) -> None:
         """End the steps in flight, within a call of all workers that goes on afterwards."""
         if self._runner.in_flight:
-            self._unreported += [report.step_of(report.step, 0.0) for report in self._end()]
+            self._unreported += self._end()
 
-    def _end(self) -> list[MiniBatch]:
-        call = CallReport(CallKind.FLUSH, self._guard.steps, follows=True)
-        return self._runner.flush(call, partial(self._batches.compare, call))
+    def _end(self) -> list[Step]:
+        call, began = CallReport(CallKind.FLUSH, self._guard.steps, follows=True), time.perf_counter()
+        reports = self._runner.flush(call, partial(self._batches.compare, call))
+        seconds = time.perf_counter() - began
+        return [report.step_of(report.step, seconds / len(reports)) for report in reports]
