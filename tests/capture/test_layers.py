@@ -296,7 +296,7 @@ def test_hooks_of_modules_run() -> None:
 def test_other_kinds_of_mini_batches_are_refused() -> None:
     model = Net()
     layers = cf.layers(model, (sample(0, 2, 3, 8, 8), sample(1, 2)))
-    with pytest.raises(cf.ConfigError, match=r"shape \(2, 3, 16, 16\) but .* has \(any 0, 3, 8, 8\)"):
+    with pytest.raises(cf.ConfigError, match=r"shape \(2, 3, 16, 16\) but .* has \(any a, 3, 8, 8\)"):
         layers[0]((sample(0, 2, 3, 16, 16), sample(1, 2)))
     with pytest.raises(cf.ConfigError, match=r"another structure \(Tensor\) than"):
         layers[0](sample(0, 2, 3, 8, 8))

@@ -68,9 +68,10 @@ def half(x: Tensor) -> Tensor:
 
 
 class Net(nn.Module):
-    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, change: Callable[[Tensor], Tensor], *, features: bool = False) -> None:
         super().__init__()
-        self.words, self.head, self.change = nn.Embedding(20, 8), nn.Linear(8, 20), change
+        self.words = nn.Linear(20, 8) if features else nn.Embedding(20, 8)
+        self.head, self.change = nn.Linear(8, 20), change
         self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -83,59 +84,68 @@ class Net(nn.Module):
 LENGTHS = 6, 6, 9, 5, 9
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
+def batch(step: int, *, features: bool = False) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(0, 20, (2, 8, LENGTHS[step]), generator=generator)
-    return ids[0], ids[1]
+    return functional.one_hot(ids[0], 20).float() if features else ids[0], ids[1]
 
 
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-def work(change: Callable[[Tensor], Tensor]) -> list[float]:
+def work(change: Callable[[Tensor], Tensor], *, features: bool) -> list[float]:
     torch.manual_seed(0)
-    model, losses = Net(change), []
+    model, losses = Net(change, features=features), []
     optimizer = functools.partial(torch.optim.SGD, lr=0.1)
-    scheme = "dapple(workers=2, micro_batches=2)"
+    scheme, example = "dapple(workers=2, micro_batches=2)", batch(0, features=features)[0]
     with cf.Pipeline(
-        model, loss_of, scheme, optimizer=optimizer, example=batch(0)[0], witness_every=0
+        model, loss_of, scheme, optimizer=optimizer, example=example, witness_every=0
     ) as pipeline:
         for step in range(len(LENGTHS)):
             try:
-                losses.append(pipeline.step(*batch(step)).loss)
+                losses.append(pipeline.step(*batch(step, features=features)).loss)
             except ConfigError as error:
                 refused = "for sequences of length 9 what it does for those of the example" in str(error)
                 losses.append(0.0 if refused else -1.0)
     return losses
 
 
-def expected_losses(change: Callable[[Tensor], Tensor], *, refused: bool) -> list[float]:
+def expected_losses(change: Callable[[Tensor], Tensor], *, features: bool, refused: bool) -> list[float]:
     torch.manual_seed(0)
-    model, losses = Net(change), []
+    model, losses = Net(change, features=features), []
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step, length in enumerate(LENGTHS):
         if refused and length == 9:
             losses.append(0.0)
             continue
         optimizer.zero_grad()
-        loss = loss_of(model(batch(step)[0]), batch(step)[1])
+        inputs, targets = batch(step, features=features)
+        loss = loss_of(model(inputs), targets)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
     return losses
 
 
+def agree(change: Callable[[Tensor], Tensor], *, features: bool, refused: bool) -> None:
+    losses = cf.launch(work, change, features=features, workers=2, transport="local")[0]
+    assert losses == pytest.approx(expected_losses(change, features=features, refused=refused), rel=1e-4)
+
+
 @pytest.mark.parametrize("change", [branch, minimum, number, half, member, compared, text, table])
 def test_a_length_with_another_forward_is_refused_and_training_goes_on(change: Any) -> None:
-    losses = cf.launch(work, change, workers=2, transport="local")[0]
-    assert losses == pytest.approx(expected_losses(change, refused=True), rel=1e-4)
+    agree(change, features=False, refused=True)
 
 
 @pytest.mark.parametrize("change", [positions, window, counted])
 def test_any_length_with_the_same_forward_is_right(change: Any) -> None:
-    losses = cf.launch(work, change, workers=2, transport="local")[0]
-    assert losses == pytest.approx(expected_losses(change, refused=False), rel=1e-4)
+    agree(change, features=False, refused=False)
+
+
+def test_features_may_have_other_lengths_as_token_ids_may() -> None:
+    agree(number, features=True, refused=True)
+    agree(positions, features=True, refused=False)
 
 
 def test_a_length_is_recorded_once() -> None:

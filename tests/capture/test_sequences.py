@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -155,6 +156,74 @@ def test_stages_train_on_slices_as_one_process() -> None:
             **options,  # type: ignore[arg-type]
         )
         assert differences.ok, (name, differences)
+
+
+class Series(nn.Module):
+    """Forecasts a series of features, of which some positions may count less."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.head = nn.Linear(5, WIDTH), nn.Linear(WIDTH, 5)
+        self.places = nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList(Block("flag") for _ in range(3))
+
+    def forward(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
+        y = self.enter(x) + self.places(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            y = block(y, None)
+        y = self.head(y)
+        return y if weights is None else y * weights[..., None]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+def test_features_are_sliced_as_token_ids_are(weighed: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 13, 5, dtype=torch.float64)
+    inputs = {"x": x, "weights": torch.rand(4, 13, dtype=torch.float64)} if weighed else x
+    differences = verify(
+        schedule_of(SEQ1F1B, {}),
+        cf.layers(Series().double(), inputs),
+        nn.MSELoss(),
+        [[(inputs, x.roll(-1, 1))]],
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+    )
+    assert differences.ok, differences
+
+
+class Convolves(nn.Module):
+    """With channels where sequences have positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Conv1d(5, 5, 3, padding=1) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+class Steps(nn.Module):
+    """With a forward that depends on the number of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.ModuleList(nn.RNNCell(5, 5) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for cell in self.cells:
+            rows: list[Tensor] = []
+            for row in x.unbind(1):
+                rows.append(cell(row, rows[-1] if rows else None))
+            x = torch.stack(rows, 1)
+        return x
+
+
+@pytest.mark.parametrize("make", [Convolves, Steps])
+def test_a_dimension_that_has_to_stay_does_not_cost_layers(make: Callable[[], nn.Module]) -> None:
+    example = torch.rand(4, 5, 5)
+    layers = cf.layers(make(), example)
+    assert len(layers) > 3
+    with pytest.raises(cf.ConfigError, match=r"has \(any a, 5, 5\)"):
+        layers[0](torch.rand(4, 4, 5))
 
 
 class Flattens(nn.Module):

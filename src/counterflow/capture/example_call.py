@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -17,6 +18,21 @@ from .record import main_dtype
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+class FreeLengths(Enum):
+    """Tensors whose second dimension, positions of a sequence, is free as the samples are.
+
+    Attributes:
+        ALL: token ids and masks, features ``[samples, positions, features]``, and numbers
+            ``[samples, positions]`` beside them.
+        INTEGERS: token ids and masks.
+        NONE: none.
+    """
+
+    ALL = auto()
+    INTEGERS = auto()
+    NONE = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +142,12 @@ class Example:
         samples = {dims[0][1] for dims in self.free if dims}
         return frozenset(group for dims in self.free for _, group in dims) - samples
 
+    @property
+    def has_free_numbers(self) -> bool:
+        """True if the positions of a tensor of floating-point or complex numbers are free."""
+        leaves = zip(self.leaves, self.free, strict=True)
+        return any(len(dims) > 1 and _is_number(leaf) for leaf, dims in leaves)
+
     def lengths_of(self, inputs: Any, kwargs: Mapping[str, Any]) -> dict[int, int]:
         """Lengths of a mini-batch by group; none, if it is no call like that of the example."""
         leaves, spec = pytree.tree_flatten(self.call.bound(inputs, kwargs))
@@ -141,7 +163,7 @@ class Example:
 
 
 def example_of(
-    model: nn.Module, inputs: Any, kwargs: Mapping[str, Any], dim: int | None, *, lengths: bool
+    model: nn.Module, inputs: Any, kwargs: Mapping[str, Any], dim: int | None, lengths: FreeLengths
 ) -> Example:
     """A call with an example.
 
@@ -150,7 +172,7 @@ def example_of(
         inputs: inputs as in ``layers``.
         kwargs: keyword arguments as in ``layers``.
         dim: dimension of the samples; None: none.
-        lengths: whether the second dimension of whole numbers (token ids, masks) is free as well.
+        lengths: tensors whose positions are free; only if samples are the first dimension.
 
     Raises:
         ConfigError: the example has no tensor with samples.
@@ -163,17 +185,33 @@ def example_of(
         raise ConfigError(
             "the example has no tensor with samples; give the model's inputs in the form of a mini-batch"
         )
+    has_samples = [_has(leaf, dim) and leaf.shape[dim] == samples for leaf in leaves]
+    lengths = lengths if dim == 0 else FreeLengths.NONE
+    counted = [
+        leaf for leaf, has in zip(leaves, has_samples, strict=True) if has and _has_length(leaf, lengths)
+    ]
+    known = {leaf.shape[1] for leaf in counted}
     groups: dict[tuple[str, int], int] = {}
     free = []
-    for leaf in leaves:
+    for leaf, has in zip(leaves, has_samples, strict=True):
         dims: list[tuple[int, int]] = []
-        if _has(leaf, dim) and leaf.shape[dim] == samples:
+        if has:
             dims.append((dim or 0, groups.setdefault(("samples", 0), len(groups))))
-            numbers = leaf.is_floating_point() or leaf.is_complex()
-            if lengths and not numbers and leaf.dim() == 2 and dim == 0:
+            as_long = lengths is FreeLengths.ALL and leaf.dim() == 2 and leaf.shape[1] in known
+            if as_long or _has_length(leaf, lengths):
                 dims.append((1, groups.setdefault(("length", leaf.shape[1]), len(groups))))
         free.append(tuple(dims))
     return Example(call, tuple(leaves), spec, tuple(free), main_dtype(model))
+
+
+def _has_length(tensor: Tensor, lengths: FreeLengths) -> bool:
+    if _is_number(tensor):
+        return lengths is FreeLengths.ALL and tensor.dim() == 3
+    return lengths is not FreeLengths.NONE and tensor.dim() == 2
+
+
+def _is_number(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _has(leaf: Any, dim: int | None) -> bool:

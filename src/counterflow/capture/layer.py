@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain, takewhile
+from string import ascii_lowercase
 from typing import Any, Protocol
 
 import torch
@@ -410,9 +411,10 @@ def _of_tokens(example: Example, tokens: Tensor) -> list[Any]:
 
 
 def _freely(tensor: Tensor, free: Mapping[int, int]) -> str:
-    return (
-        "(" + ", ".join(f"any {free[d]}" if d in free else str(n) for d, n in enumerate(tensor.shape)) + ")"
-    )
+    sizes = [
+        f"any {ascii_lowercase[free[d] % 26]}" if d in free else str(n) for d, n in enumerate(tensor.shape)
+    ]
+    return f"({', '.join(sizes)})"
 
 
 def _shown(leaves: Sequence[Any], spec: pytree.TreeSpec) -> str:

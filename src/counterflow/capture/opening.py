@@ -5,7 +5,7 @@ Invariant: modules that are opened in training are opened in evaluation.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from counterflow.errors import ConfigError
 
 from .contexts import autocast_of
 from .effects import globals_of, lru_caches
-from .example_call import Example, example_of
+from .example_call import Example, FreeLengths, example_of
 from .guards import Environment, RecordDependencies, guards_of
 from .marks import MARKS, VariesByDtype, with_named_dtypes
 from .output_hooks import register_output_hooks
@@ -67,19 +67,29 @@ def records_of(model: nn.Module, inputs: Any, kwargs: Mapping[str, Any], dim: in
     for mark in MARKS:
         if mark is not None and by_dtype:
             continue
-        for sample_dim, lengths in ((dim, True), (dim, False), (None, False)):
-            example = example_of(model, inputs, kwargs, sample_dim, lengths=lengths)
+        for example in _examples(model, inputs, kwargs, dim):
             try:
                 return _Opening(model, example, mark=mark, autocast=autocast).records()
             except Unfollowed as error:
-                errors.append(error)
+                if not example.has_free_numbers:
+                    errors.append(error)
             except VariesByDtype:
                 by_dtype = True
                 break
             except Varies as error:
-                if sample_dim is None:
+                if not any(example.free):
                     errors.append(Unfollowed("", f"does not do the same in each run ({error})"))
     raise ConfigError(_refusal(model, errors[0])) from errors[0].__cause__
+
+
+def _examples(model: nn.Module, inputs: Any, kwargs: Mapping[str, Any], dim: int | None) -> Iterator[Example]:
+    """Examples with fewer and fewer free dimensions."""
+    free: tuple[Any, ...] = ()
+    for lengths, sample_dim in (*((lengths, dim) for lengths in FreeLengths), (FreeLengths.NONE, None)):
+        example = example_of(model, inputs, kwargs, sample_dim, lengths)
+        if example.free != free:
+            yield example
+        free = example.free
 
 
 def record_again(
@@ -198,8 +208,8 @@ class _Opening:
                     dict(self._reasons),
                 )
             except Varies as error:
-                if not error.paths:
-                    raise
+                if not error.paths or self._example.has_free_numbers:
+                    raise  # fewer free dimensions may need no module that is called as a whole
                 for path in error.paths:
                     self._close(path, f"does not do the same in each run ({error})")
             except Unfollowed as error:
