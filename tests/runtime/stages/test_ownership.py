@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from counterflow.errors import ConfigError
 from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.stages.ownership import ThreadLocalModules
 from counterflow.runtime.workers.launch import launch
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule import schemes
@@ -439,3 +440,23 @@ def _on_a_device(model: nn.Sequential, schedule: Schedule) -> None:
 @pytest.mark.parametrize("schedule", [DAPPLE, CHIMERA], ids=str)
 def test_the_users_model_moves_to_the_device(schedule: Schedule, make: Callable[[], nn.Sequential]) -> None:
     launch(_on_a_device, make(), schedule, workers=2, transport="strict-nccl", timeout_seconds=60)
+
+
+def test_replaced_weights_are_in_every_module_that_had_them() -> None:
+    def work() -> None:
+        model: Any = linear()
+        layer, stage = nn.Module(), linear()
+        layer.register_parameter("model_weight", model.weight)  # as layers that are found have it
+        stage.bias = model.bias
+        modules = ThreadLocalModules(
+            [("layer 0", layer), ("layer 1", stage)], [model, stage], current_transport()
+        )
+        before = weakref.ref(stage.weight)
+        with modules.rebinding():
+            layer.model_weight = nn.Parameter(torch.zeros(4, 4, dtype=F))
+            del stage.weight
+            assert before() is None  # a weight is freed as soon as nothing has it
+        assert model.weight is layer.model_weight
+        assert model.bias is stage.bias
+
+    launch(work, workers=1, transport="local")

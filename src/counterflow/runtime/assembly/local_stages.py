@@ -172,10 +172,10 @@ def local_stages(
         for module, names in expert_modules(root)
         for name in names
     }
-    layers_here = materialised(
-        [replace(layer, module=module) for layer, module in trained], transport.device, streams, divided
-    )
-    owned.rebind()
+    with owned.rebinding():
+        layers_here = materialised(
+            [replace(layer, module=module) for layer, module in trained], transport.device, streams, divided
+        )
     if execution.deferred_batch_norm:
         defer(layer.module for layer in layers_here)
     for carry in (carry for layer in layers_here for carry in carries_in(layer.module)):
@@ -201,16 +201,17 @@ def local_stages(
     split = _split(schedule, stages)
     broadcast_initial_weights(stages, model.names, model.holders, dims, transport)
     if parallelize is not None and further is not None:
-        dims = _sharded(
-            stages,
-            split,
-            model,
-            execution,
-            parallelize=parallelize,
-            further=further,
-            mesh=mesh,
-            transport=transport,
-        )
+        with owned.rebinding():
+            dims = _sharded(
+                stages,
+                split,
+                model,
+                execution,
+                parallelize=parallelize,
+                further=further,
+                mesh=mesh,
+                transport=transport,
+            )
     return LocalStages(stages, owned, loss_function, split, dims)
 
 

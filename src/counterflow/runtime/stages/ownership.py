@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -78,13 +79,6 @@ class ThreadLocalModules:
         self.modules = [module for _, module in layers]
         if transport.shares_process and transport.world_size > 1:
             self._separate(layers)
-        self._before = [
-            (table, name, tensor)
-            for module in self.modules
-            for child in module.modules()
-            for table in tables(child)
-            for name, tensor in table.items()
-        ]
 
     def _separate(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
         local = _LocalObjects(self._in_use, {id(module) for module in self._model_modules})
@@ -163,13 +157,28 @@ class ThreadLocalModules:
         if self.shared:
             self._transport.gather([])
 
-    def rebind(self) -> None:
-        """Rebind replaced tensors in every module of the user's model that shared them.
+    @contextmanager
+    def rebinding(self) -> Iterator[None]:
+        """Context that replaces tensors of the modules; every module of the user's that shares one has the
+        new one after it.
 
-        Tensors on the meta device are replaced, and buffers on another device.
+        Tensors on the meta device are replaced, buffers on another device, and weights that are sharded.
         """
-        new = {id(old): (old, table[name]) for table, name, old in self._before if table[name] is not old}
-        self._before.clear()
+        # Weak, so that a weight that nothing else has is freed as soon as it is sharded.
+        before = [
+            (table, name, weakref.ref(tensor))
+            for module in self.modules
+            for child in module.modules()
+            for table in tables(child)
+            for name, tensor in table.items()
+            if tensor is not None
+        ]
+        yield
+        new: dict[int, tuple[Tensor, Tensor]] = {}
+        for table, name, reference in before:
+            old, tensor = reference(), table.get(name)
+            if old is not None and tensor is not None and tensor is not old:
+                new.setdefault(id(old), (old, tensor))
         for module in self._model_modules if new else ():
             for table in tables(module):
                 entries = list(table.items())  # another thread may add to it
