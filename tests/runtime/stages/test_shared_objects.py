@@ -495,6 +495,11 @@ class TakesKey(Layer):
         return super().forward(x) + self.state["mean"]
 
 
+class SetsDefault(Layer):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) + self.state.setdefault("mean", mean(x))
+
+
 class ReadsAndFails(Layer):
     def forward(self, x: Tensor) -> Any:
         x = super().forward(x) * len(self.state)
@@ -505,6 +510,7 @@ class ReadsAndFails(Layer):
     ("first", "last", "state", "words"),
     [
         (Pushes, Pops, list, r"IndexError: pop from empty list\) where it reads self\.state"),
+        (SetsDefault, TakesKey, dict, r"KeyError: 'mean'\) where it reads self\.state"),
         (WritesKey, TakesKey, dict, r"KeyError: 'mean'\) where it reads self\.state"),
         (
             WritesAttribute,
@@ -529,6 +535,78 @@ def test_a_layer_that_fails_where_it_reads_a_shared_object_is_refused(
 def test_a_layer_that_fails_elsewhere_fails() -> None:
     with pytest.raises(WorkerError, match="IndexError: of another kind"):
         run(losses, pair(Pushes, ReadsAndFails, list), GPIPE)
+
+
+class RefusalError(Exception):
+    """An exception of the user's."""
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.square() * weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradients[0], None
+
+
+def scaled(x: Tensor, weight: Tensor) -> Tensor:
+    return x * weight
+
+
+class Sized(Layer):
+    """A layer whose line that calls something of all layers fails for other than four weights."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.register_buffer("weight", torch.ones(size, dtype=F))
+
+
+class CallsFunction(Sized):
+    def forward(self, x: Tensor) -> Any:
+        return scaled(super().forward(x), self.get_buffer("weight"))
+
+
+class CallsClass(Sized):
+    def forward(self, x: Tensor) -> Any:
+        return Squared.apply(super().forward(x), self.get_buffer("weight"))  # type: ignore[no-untyped-call]
+
+
+class Raises(Sized):
+    def forward(self, x: Tensor) -> Any:
+        output = super().forward(x)
+        if self.state != 4:
+            raise RefusalError(f"{self.state} weights")
+        return output
+
+
+class HasVariable(CallsFunction):
+    """One with a variable of the same name."""
+
+    def forward(self, x: Tensor) -> Any:
+        scaled = super().forward(x)
+        return scaled.tanh()
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (CallsFunction, "RuntimeError: The size of tensor"),
+        (CallsClass, "RuntimeError: The size of tensor"),
+        (HasVariable, "RuntimeError: The size of tensor"),
+        (Raises, "RefusalError: 5 weights"),
+    ],
+)
+def test_a_layer_that_fails_where_it_calls_what_others_call_fails(kind: type[Sized], words: str) -> None:
+    def work() -> None:
+        model = between(kind(4), kind(5))
+        Pipeline(model, nn.MSELoss(), GPIPE, optimizer=sgd).step(*batch(0))
+
+    with pytest.raises(WorkerError, match=words):
+        run(work)
 
 
 class Uses(nn.Module):

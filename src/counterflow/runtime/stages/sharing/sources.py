@@ -3,7 +3,7 @@
 It is read off the source. A write is an assignment to an entry or attribute, or the call of a method whose
 value nobody uses (``seen.append(x)``). All other uses are reads: tests, arguments, iterations, other names.
 
-Invariant: in doubt, and where there is no source, it is a read.
+Invariant: in doubt, and where there is no source, it is a read, and may be a write.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from .reach import Kind, Path, Step
 _KEYED = {"get", "pop", "setdefault", "__getitem__"}
 """Methods that use the entry that their first argument names."""
 
+_CHANGES = {"pop", "popitem", "popleft", "setdefault"}
+"""Methods that change a container and return a value."""
+
 
 class Use(Flag):
     """Use of an object."""
@@ -28,7 +31,14 @@ class Use(Flag):
     NONE = 0
     WRITE = 1
     READ = 2
-    ANY = 3
+    MAY_WRITE = 4
+    """The source does not show whether it is a write."""
+    ANY = READ | MAY_WRITE
+
+    @property
+    def writes(self) -> bool:
+        """True if it is a write, or may be one."""
+        return bool(self & (Use.WRITE | Use.MAY_WRITE))
 
 
 def use_of(paths: Iterable[Path], codes: Iterable[CodeType], changed: Collection[Hashable]) -> Use:
@@ -46,7 +56,7 @@ def use_of(paths: Iterable[Path], codes: Iterable[CodeType], changed: Collection
             if anchor is None:
                 return Use.ANY
             for source in sources:
-                if use is not Use.ANY:
+                if use is not Use.ANY | Use.WRITE:
                     use |= source.use(anchor, rest, changed)
     return use
 
@@ -100,10 +110,12 @@ class _Source:
         for node in self._nodes:
             if kind in {Kind.NAME, Kind.VARIABLE}:
                 fits = isinstance(node, ast.Name) and node.id == name
+                if kind is Kind.NAME and isinstance(self._parents.get(node), _ASSIGNMENTS) and _is_set(node):
+                    continue  # the name gets another object, perhaps within one function alone
             else:
                 fits = isinstance(node, ast.Attribute) and node.attr == name
                 if _is_getattr(node, name):
-                    return Use.ANY
+                    uses |= Use.ANY
             if fits:
                 uses |= self._of_chain(node, list(rest), changed)
         return uses
@@ -161,14 +173,20 @@ class _Source:
             return Use.WRITE if _is_set(node) else otherwise
         if node.attr in _KEYED and call.args and entries and _is_other_index(call.args[0], entries):
             return Use.NONE
+        doubt = Use.ANY | Use.WRITE if node.attr in _CHANGES else Use.ANY
         outer = self._parents.get(call)
         while isinstance(outer, ast.Attribute) and isinstance(self._parents.get(outer), ast.Call):
             call = self._parents[outer]
             outer = self._parents.get(call)
-        return Use.WRITE if isinstance(outer, ast.Expr) else Use.ANY
+        return Use.WRITE if isinstance(outer, ast.Expr) else doubt
 
 
 _LOOKS = (ast.BinOp, ast.BoolOp, ast.Compare, ast.UnaryOp, ast.If, ast.IfExp, ast.While, ast.FormattedValue)
+
+_ASSIGNMENTS = (
+    *(ast.Assign, ast.AnnAssign, ast.NamedExpr, ast.For, ast.withitem, ast.comprehension),
+    *(ast.Tuple, ast.List, ast.Starred),
+)
 
 
 def _is_set(node: ast.AST) -> bool:

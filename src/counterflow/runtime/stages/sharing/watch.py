@@ -77,7 +77,7 @@ class SharedObjects:
         uses = self._uses(shared, changed)
         for writer in writers:
             reader = next((s for s, use in uses.items() if s != writer and Use.READ in use), None)
-            if Use.WRITE not in uses[writer] or reader is None:
+            if not uses[writer].writes or reader is None:
                 continue
             writer_path, reader_path = shared.paths[writer][0], shared.paths[reader][0]
             raise ConfigError(
@@ -88,13 +88,18 @@ class SharedObjects:
             )
 
     def refuse_failed(
-        self, stages: Collection[int], entries: Mapping[str, set[Hashable]], error: Exception
+        self,
+        stages: Collection[int],
+        entries: Mapping[str, set[Hashable]],
+        changed_by: Mapping[str, Collection[int]],
+        error: Exception,
     ) -> None:
-        """Refuse an object that the line that failed names, and that another stage may have changed by then.
+        """Refuse an object that the line that failed names, and that another stage changes.
 
         Args:
             stages: stages of the worker whose forward failed.
             entries: by object, the entries that it has there.
+            changed_by: by object, the stages of this worker that have it and saw it changed in this call.
             error: what failed.
 
         Raises:
@@ -116,7 +121,16 @@ class SharedObjects:
                     code in self.codes[reader] and named & set(re.findall(r"\w+", line))
                     for code, line in lines
                 )
-                writer = next((s for s, use in uses.items() if s != reader and Use.WRITE in use), None)
+                # A call of a function or a class, in each stage, may be a write: it is no change by itself.
+                changed_stages = changed_by.get(title, ())
+                writer = next(
+                    (
+                        s
+                        for s, use in uses.items()
+                        if s != reader and (Use.WRITE in use or (use.writes and s in changed_stages))
+                    ),
+                    None,
+                )
                 if not here or writer is None:
                     continue
                 writer_path, path = shared.paths[writer][0], shared.paths[reader][0]
@@ -262,7 +276,7 @@ class ObjectWatch:
                     self._changed.setdefault(title, set()).update(replaced | added)
 
     def explain(self, error: Exception) -> None:
-        """Refuse an object that a forward that failed reads, and that another stage may have changed.
+        """Refuse an object that a forward that failed reads, and that another stage changes.
 
         Raises:
             ConfigError: there is one.
@@ -273,7 +287,11 @@ class ObjectWatch:
                 title: {plain_key(key) for _, reached in here for key in reached.subject.entries()}
                 for title, here in self._here.items()
             }
-            self._shared.refuse_failed(stages, entries, error)
+            changed_by = {
+                title: [stage for stage, snapshot in snapshots if any(snapshot.changed())]
+                for title, snapshots in self._snapshots.items()
+            }
+            self._shared.refuse_failed(stages, entries, changed_by, error)
 
     def compare(self) -> None:
         """After the first steps and evaluations: refuse what workers hold otherwise; all workers call it.
