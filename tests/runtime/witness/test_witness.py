@@ -128,10 +128,10 @@ def test_it_agrees_between_processes_and_replicas() -> None:
     assert warnings == []
 
 
-def bypassed(change: Callable[[Net], object], scheme: str) -> None:
+def bypassed(change: Callable[[Net], object], scheme: str, kind: type[Net] = Net) -> None:
     """Train with a change between steps that records do not see."""
     torch.manual_seed(0)
-    model = Net()
+    model = kind()
     x, y = torch.randn(16, 8), torch.randint(0, 3, (16,))
     layers = cf.layers(model, x)
     with pytest.MonkeyPatch.context() as patch:
@@ -189,6 +189,46 @@ def test_a_change_between_steps_is_named(change: Callable[[Net], object], place:
 def test_a_change_while_mini_batches_are_in_flight_is_named() -> None:
     with pytest.raises(ConfigError, match="they differ first in the input of layer"):
         cf.launch(partial(bypassed, set_gain, "pipedream(stages=2)"), workers=2)
+
+
+class _Doubling(nn.Linear):
+    """A module whose class calls torch's ``__call__`` in one of its own."""
+
+    def __call__(self, x: Tensor) -> Any:
+        return super().__call__(x) * 2 + 1
+
+
+class _DoublingBlock(Block):
+    def __call__(self, x: Tensor) -> Any:
+        return super().__call__(x) / 2
+
+
+class _DoublingNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_DoublingBlock(8) for _ in range(4))
+        for block in self.blocks:
+            block.linear = _Doubling(8, 8)
+
+
+def test_a_call_of_a_class_runs_once() -> None:
+    def work() -> None:
+        torch.manual_seed(0)
+        model = _DoublingNet()
+        kinds = [type(module) for module in model.modules()]
+        pipeline, x, y = pipeline_of(model, "dapple(stages=2, micro_batches=3)")
+        pipeline.predict(x)
+        pipeline.step(x, y)
+        pipeline.evaluate(x, y)
+        assert [type(module) for module in model.modules()] == kinds
+
+    cf.launch(work, workers=2, transport="local")
+
+
+def test_a_change_after_a_call_of_a_class_is_named() -> None:
+    work = partial(bypassed, set_gain, "gpipe(workers=1, micro_batches=3)", _DoublingNet)
+    with pytest.raises(ConfigError, match=r"they differ first .* at its call of 'blocks\.2\.linear'"):
+        cf.launch(work, workers=1, transport="local")
 
 
 def test_it_says_that_it_is_turned_off() -> None:

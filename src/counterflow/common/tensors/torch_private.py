@@ -94,8 +94,18 @@ def call_of(module: nn.Module) -> Callable[..., Any]:
 def intercepted(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
     """Let ``call`` run the calls of a module; it receives the plain call, then the arguments.
 
-    Without: another class for the module, whose ``__call__`` runs it.
+    Without: another class for every module, as for one whose class has a ``__call__`` of its own.
     """
+    kind: Any = type(module)
+    if kind.__call__ is not nn.Module.__call__:  # it would run before, around what torch's calls
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        body = {"__call__": lambda *args, **named: call(partial(kind.__call__, args[0]), *args[1:], **named)}
+        object.__setattr__(module, "__class__", type(kind.__name__, (kind,), body | names))
+        try:
+            yield
+        finally:
+            object.__setattr__(module, "__class__", kind)
+        return
     attributes, name = vars(module), "_compiled_call_impl"
     before = attributes.get(name)
     attributes[name] = partial(call, before or call_of(module))

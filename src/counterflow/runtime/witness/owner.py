@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from counterflow.api.aux_loss import added_losses
 from counterflow.api.skip import Carried
 from counterflow.capture.layer import CapturedLayer
 from counterflow.common.containers import ContainerEntries, containers_in
-from counterflow.common.tensors.torch_private import buffers_of
+from counterflow.common.tensors.torch_private import buffers_of, intercepted
 from counterflow.common.trees import version_of
 
 from ..messages.values import Value
@@ -250,32 +251,27 @@ class Owner:
     @contextmanager
     def _sketching(self, local_stage: LocalStage) -> Iterator[None]:
         sketches = self.sketches
-        handles = []
-        for layer in local_stage.layers if sketches is not None else ():
-            if isinstance(layer.module, CapturedLayer):
-                paths = dict.fromkeys(s.module for s in layer.module.steps if s.module is not None)
-                for path in paths:
-                    module = layer.module.module_at(path)
-                    handles += _hooks(module, path, layer.index, sketches)  # type: ignore[arg-type]
-        try:
+        with ExitStack() as stack:
+            for layer in local_stage.layers if sketches is not None else ():
+                if isinstance(layer.module, CapturedLayer):
+                    paths = dict.fromkeys(s.module for s in layer.module.steps if s.module is not None)
+                    for path in paths:
+                        sketched = partial(_sketched, path, layer.index, sketches)  # type: ignore[arg-type]
+                        stack.enter_context(intercepted(layer.module.module_at(path), sketched))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
-def _hooks(module: nn.Module, path: str, layer: int, sketches: dict[CallKey, CallSketch]) -> list[Any]:
-    inputs: list[Any] = []
-
-    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-        inputs.append(sketches_of((args, kwargs)))
-
-    def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        del args, kwargs
-        number = sum(key.path == path and key.layer == layer for key in sketches)
-        sketches[CallKey(path, layer, number)] = CallSketch(inputs.pop(), sketches_of(output))
-
-    return [
-        module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
-        module.register_forward_hook(after, with_kwargs=True),
-    ]
+def _sketched(
+    path: str,
+    layer: int,
+    sketches: dict[CallKey, CallSketch],
+    plain: Callable[..., Any],
+    /,
+    *args: Any,
+    **named: Any,
+) -> Any:
+    inputs = sketches_of((args, named))
+    output = plain(*args, **named)
+    number = sum(key.path == path and key.layer == layer for key in sketches)
+    sketches[CallKey(path, layer, number)] = CallSketch(inputs, sketches_of(output))
+    return output
