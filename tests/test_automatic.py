@@ -90,12 +90,29 @@ class Routed(nn.Module):
         return x + torch.einsum("sw,ewv,se->sv", x, self.experts, shares)
 
 
+class Counted(nn.Module):
+    """A linear layer that counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.count: Tensor
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Output of the layer."""
+        self.count += 1
+        return torch.as_tensor(self.layer(x))
+
+
 def _model(kind: str) -> tuple[nn.Module, Any, Tensor, Tensor]:
     torch.manual_seed(3)
     if kind == "unet":
         return UNet(), mse_loss, torch.randn(4, 3, 8, 8), torch.randn(4, 3, 8, 8)
     if kind == "resnet":
         return Residual(), cross_entropy, torch.randn(4, 3, 8, 8), torch.randint(5, (4,))
+    if kind == "counted":
+        return nn.Sequential(*(Counted() for _ in range(3))), mse_loss, torch.randn(4, 6), torch.randn(4, 6)
     layers = [nn.Linear(6, 8), *(Routed() for _ in range(4)), nn.Linear(8, 2)]
     return nn.Sequential(*layers), mse_loss, torch.randn(4, 6), torch.randn(4, 2)
 
@@ -138,7 +155,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "profiles"
 
 
-@pytest.mark.parametrize("kind", ["unet", "resnet", "moe"])
+@pytest.mark.parametrize("kind", ["unet", "resnet", "moe", "counted"])
 def test_the_planned_schedule_trains_as_one_process(kind: str, cache: Path) -> None:
     rows = cf.launch(_train, kind, workers=2, transport="local", threads=1)
     losses, schedule, choice, micro_batches = rows[0]

@@ -26,6 +26,7 @@ from .planning.prediction import Parts, seconds_text
 from .planning.search.constraints import Constraints
 from .planning.search.search import search
 from .planning.search.search_result import TOLERANCE, Plan, SearchResult
+from .planning.search.space import COPIES
 from .runtime.mini_batch.samples import samples_in
 from .runtime.pipeline import AUTO, CHOOSERS, Pipeline, ScheduleChoice, ScheduleRequest
 from .runtime.transport.base import Transport
@@ -166,6 +167,9 @@ def text_of(result: SearchResult) -> str:
         text += f" ({losses[limit] / plan.seconds:.0%} of it {limit})"
     peak = max(plan.prediction.peak_bytes)
     text += f", {byte_size(peak)} of {byte_size(result.usable_bytes)}"
+    for omission in result.omissions:
+        if omission.what.endswith(COPIES):
+            text += f"; without {omission.what}: {omission.reason}"
     schemes = [second for second in result.of_schemes if second is not plan]
     if not schemes:
         return f"{text}; no other scheme is possible"

@@ -82,6 +82,7 @@ def layer_profile(
         output_bytes=output_bytes,
         buffer_bytes=float(first.buffer_bytes),
         noted_buffer_bytes=float(first.noted_buffer_bytes),
+        one_copy=any(times.costs[i].profile.one_copy for i in members for times in by_size),
         graph_nodes=max(largest.costs[i].profile.graph_nodes for i in members),
         cast_bytes=float(first.cast_bytes),
         frozen_bytes=float(sum(p.nbytes for p in parameters if not p.requires_grad)),

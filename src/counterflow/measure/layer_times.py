@@ -193,7 +193,7 @@ class LayerTimer(_Turns):
         backward, in_backward = without_overhead(by_layer_times.backward, single_times.backward[0])
         return AtSize(
             self.size,
-            in_step(costs, forward, backward, by_layer_times.spread),
+            in_step(_with_copies(costs, by_layer), forward, backward, by_layer_times.spread),
             (in_forward + in_backward) / 2,
             self.update_seconds(quietest) / max(1, trained_bytes(single)),
             measure_update(single, by_layer),
@@ -342,6 +342,14 @@ def _update_lap(pipeline: Pipeline) -> Lap:
     return update if pipeline.device.type == "cpu" else update._replace(waits=None)
 
 
+def _with_copies(costs: Sequence[StageCost], pipeline: Pipeline) -> list[StageCost]:
+    single = pipeline.weights.mutations.single_stages or ()
+    return [
+        replace(cost, profile=replace(cost.profile, one_copy=stage in single))
+        for stage, cost in enumerate(costs)
+    ]
+
+
 def trained_bytes(pipeline: Pipeline) -> int:
     """Bytes of this worker's trained weights."""
     parameters = {id(p): p for copy in pipeline.stages.values() for p in copy.parameters()}
@@ -427,7 +435,7 @@ def _timed_pipeline(subject: Subject, schedule: Schedule) -> tuple[Pipeline, lis
 
 
 def _pipeline(subject: Subject, schedule: Schedule, transport: Transport | None = None) -> Pipeline:
-    return Pipeline(
+    pipeline = Pipeline(
         copy.deepcopy(subject.layers),
         copy.deepcopy(subject.loss) if isinstance(subject.loss, nn.Module) else subject.loss,
         schedule,
@@ -437,3 +445,5 @@ def _pipeline(subject: Subject, schedule: Schedule, transport: Transport | None 
         execution=subject.execution,
         batching=subject.batching,
     )
+    pipeline.weights.mutations.record()  # every worker has a replica, and these need not agree
+    return pipeline

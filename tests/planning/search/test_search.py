@@ -39,7 +39,7 @@ from counterflow.planning.search.search import search
 from counterflow.planning.search.shape import shape_of
 from counterflow.planning.search.shared_bounds import SharedBounds
 from counterflow.planning.search.slicings import slicings_of
-from counterflow.planning.search.space import space
+from counterflow.planning.search.space import COPIES, space
 from counterflow.planning.search.sync_free_bound import SyncFreeBounds, sync_free_seconds
 from counterflow.planning.why import why
 from counterflow.schedule import registry
@@ -432,6 +432,28 @@ def test_parts_of_the_space_without_a_candidate_are_told() -> None:
         search(MODEL, PROFILE, CLUSTER, 2, Constraints(depths=(2,), samples=(3,)))
     with pytest.raises(PlanError, match=r"^no plan meets the constraints\n  depth 4: a replica's share of 8"):
         search(MODEL, PROFILE, CLUSTER, 8, Constraints(depths=(4,), samples=(3,)))
+
+
+def test_layers_whose_copies_would_differ_have_one_copy() -> None:
+    layers = {**PROFILE.layers, "head": replace(PROFILE.layers["head"], one_copy=True)}
+    single = replace(PROFILE, layers=layers)
+    model, cluster = Model("m", (*["block"] * 3, "head")), replace(CLUSTER, nodes=1, memory_bytes=1e9)
+    limits = Constraints(schemes=("chimera", "dapple"))
+    copies = search(model, PROFILE, cluster, 4, limits)
+    assert any(plan.play.configuration.scheme == "chimera" for plan in copies.of_schemes)
+    result = search(model, single, cluster, 4, limits)
+    for plan in result.of_schemes:
+        assert plan.play.configuration.replicas == 1
+        placement = plan.play.schedule.placement
+        assert all(len(placement.copies(stage)) == 1 for stage in range(placement.stages))
+    reason = "training changes buffers or weights of head, and each copy would change its own"
+    assert [omission.reason for omission in result.omissions if omission.what == COPIES] == [reason]
+    with pytest.raises(PlanError, match=f"several copies of a stage: {reason}"):
+        search(model, single, cluster, 4, Constraints(depths=(1,)))
+    assert (
+        search(replace(model, layers=("block",) * 4), single, cluster, 4, limits).omissions
+        == copies.omissions
+    )
 
 
 def test_why_the_second_does_not_win() -> None:

@@ -140,6 +140,29 @@ def test_a_buffer_of_several_copies_is_refused() -> None:
     )
 
 
+def test_a_measurement_records_stages_that_need_one_copy() -> None:
+    notes, layer, counters = Notes(), nn.Linear(2, 2), Notes()
+    modules = nn.Sequential(notes), layer, counters
+    stages = {number: stage_of(number, [module], number) for number, module in enumerate(modules)}
+    groups = {0: COPIES, 1: COPIES, 2: None}
+    check = InPlaceMutationCheck(stages, names_of(*stages.values()), groups)
+    check.record()
+    check.note_parameters()
+    check.note_buffers()
+    counters.count += 1  # copies would add it up
+    check.check()
+    assert check.single_stages == set()
+    notes.last += 1
+    check.check()
+    assert check.single_stages == {0}
+    changed(layer.weight)
+    check.check()
+    assert check.single_stages == {0, 1}
+    counters.last += 1  # of the only copy
+    check.check()
+    assert check.single_stages == {0, 1, 2}
+
+
 def test_buffers_that_may_change_and_those_after_them() -> None:
     notes = Notes()
     check = changes(notes, group=COPIES)

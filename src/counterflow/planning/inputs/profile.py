@@ -128,6 +128,7 @@ class LayerProfile:
             layer has one version; one that several layers share counts in each.
         noted_buffer_bytes: the part of these without running statistics, whose contents are noted if a stage
             has copies, or forwards are computed again.
+        one_copy: True if training changes its buffers or weights beside updates, and copies would differ.
         graph_nodes: number of nodes of its autograd graph, which tells the pieces of a split backward; 0:
             not known, the layer is one.
 
@@ -179,6 +180,7 @@ class LayerProfile:
     noted_buffer_bytes: float = 0.0
     kept_output_gradient_bytes: tuple[float, ...] = ()
     graph_nodes: int = 0
+    one_copy: bool = False
 
     def __post_init__(self) -> None:
         if not self.samples or self.samples[0] <= 0 or any(a >= b for a, b in pairwise(self.samples)):

@@ -31,6 +31,7 @@ from ..cost.sharded_state import several_hold
 from ..cost.stages import Cutting, may_cut
 from ..inputs.cluster import Cluster
 from ..inputs.model import Model
+from ..inputs.profile import Profile
 from .constraints import Constraints, value_of
 from .shape import Options, WorkloadShape, shape_of
 
@@ -39,6 +40,9 @@ MOST_SAMPLES = 100_000
 
 STALE = "is asynchronous, with old weights: only tried where stale plans are allowed"
 """Reason of an omission; it names no flag, because ``schedule="auto"`` has none."""
+
+COPIES = "several copies of a stage"
+"""Plans without which a model is planned if copies of its layers would differ."""
 
 _ONE_POSITION = Degrees()
 
@@ -82,7 +86,7 @@ class Omission:
     """A part of the space without a candidate, and the rule it breaks.
 
     Attributes:
-        what: a scheme, or depths of every scheme.
+        what: a scheme, depths of every scheme, or plans with copies of a stage.
         reason: the rule, with its numbers.
     """
 
@@ -154,6 +158,27 @@ def space(
             omissions.append(Omission(scheme.name, reason))
         groups += members
     return groups, omissions
+
+
+def without_copies(
+    groups: Sequence[CandidateGroup], model: Model, profile: Profile, degrees: Degrees = _ONE_POSITION
+) -> tuple[list[CandidateGroup], list[Omission]]:
+    """The groups that a model can be trained with whose layers may need one copy, and what is left out.
+
+    Args:
+        groups: groups of candidates.
+        model: what is trained.
+        profile: costs of its layers.
+        degrees: degrees of a worker's positions.
+    """
+    kinds = [kind for kind in dict.fromkeys(model.layers) if profile.layer(kind).one_copy]
+    if not kinds:
+        return [*groups], []
+    single = [x for x in groups if not several_hold(x.shape.placement, x.replicas * degrees.dp_shard)]
+    if len(single) == len(groups):
+        return single, []
+    reason = f"training changes buffers or weights of {', '.join(kinds)}, and each copy would change its own"
+    return single, [Omission(COPIES, reason)]
 
 
 def _refuse_what_nothing_meets(

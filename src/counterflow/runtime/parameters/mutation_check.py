@@ -26,6 +26,7 @@ class InPlaceMutationCheck:
     Attributes:
         buffer_contents: contents of the noted buffers, by stage with copies.
         mutated_weights: first names of weights that a layer has changed in its forward.
+        single_stages: stages that have changed what their copies would not exchange; None: these are refused.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class InPlaceMutationCheck:
         self._stages, self._names, self._groups = stages, names, groups
         self.buffer_contents: dict[int, Contents] = {}
         self.mutated_weights: set[str] = set()
+        self.single_stages: set[int] | None = None
         self._watched = {
             stage: [parameter for parameter in local_stage.parameters() if not is_dtensor(parameter)]
             for stage, local_stage in stages.items()
@@ -42,12 +44,17 @@ class InPlaceMutationCheck:
         self._unchanged: dict[int, list[int]] = {}
         """Number of changes of these parameters when they were noted."""
 
+    def record(self) -> None:
+        """Record stages that must have one copy, in place of an error: copies of a measurement may differ."""
+        self.single_stages = set()
+
     def note_buffers(self) -> None:
-        """Note the contents of buffers of stages with copies."""
+        """Note the contents of buffers of stages with copies, or of all stages while ``record`` applies."""
+        records = self.single_stages is not None
         self.buffer_contents = {
             stage: local_stage.buffers.snapshot()
             for stage, local_stage in self._stages.items()
-            if self._groups.get(stage) is not None and local_stage.buffers.places
+            if (records or self._groups.get(stage) is not None) and local_stage.buffers.places
         }
 
     def note_parameters(self) -> None:
@@ -82,27 +89,22 @@ class InPlaceMutationCheck:
                     f"{place} changes its weight {name!r} in training, which is one of other stages too, "
                     "where it would stay; let only the optimizer change it (in a hook after its step, say)"
                 )
-            if group is not None:
+            if self.single_stages is not None:
+                self.single_stages.add(stage)
+            elif group is not None:
                 raise ConfigError(
                     f"{place} changes its weight {name!r} in training (max_norm of an embedding does), and "
                     f"each of the {len(group.ranks)} copies of stage {stage} would change its own; take a "
                     "scheme with one copy of a stage and one replica, or let only the optimizer change it"
                 )
             self.mutated_weights.add(full)
-        for stage, before in self.buffer_contents.items():
-            group, local_stage = self._groups[stage], self._stages[stage]
-            assert group is not None
-            current = local_stage.buffers.snapshot()
-            counters = local_stage.buffers.summed if local_stage.versions is None else ()
-            for number, (old, new) in enumerate(zip(before, current, strict=True)):
-                if number in counters or old is new or old is None or new is None:
-                    continue
-                if old.shape != new.shape or old.equal(new):
-                    continue
-                module, name = local_stage.buffers.places[number]
-                layer = next(x for x in local_stage.with_weights if module in set(x.module.modules()))
+        for stage, index, module, name in self._changed_buffers():
+            group = self._groups.get(stage)
+            if self.single_stages is not None:
+                self.single_stages.add(stage)
+            elif group is not None:
                 raise ConfigError(
-                    f"layer {layer.index} ({type(layer.module).__name__}) changes its buffer {name!r} in "
+                    f"layer {index} ({type(module).__name__}) changes its buffer {name!r} in "
                     f"training, and each of the {len(group.ranks)} copies of stage {stage} would change its "
                     "own; take a scheme with one copy of a stage and one replica, let training keep the "
                     "buffer, or declare a counter with counterflow.sum_over_copies (in synchronous schemes)"
@@ -119,6 +121,20 @@ class InPlaceMutationCheck:
                 f"{place} changes its weight {name!r} in training, and the backwards of the micro-batches "
                 "before need it as it was; let only the optimizer change it (in a hook after its step, say)"
             )
+
+    def _changed_buffers(self) -> Iterator[tuple[int, int, nn.Module, str]]:
+        for stage, before in self.buffer_contents.items():
+            local_stage = self._stages[stage]
+            current = local_stage.buffers.snapshot()
+            counters = local_stage.buffers.summed if local_stage.versions is None else ()
+            for number, (old, new) in enumerate(zip(before, current, strict=True)):
+                if number in counters or old is new or old is None or new is None:
+                    continue
+                if old.shape != new.shape or old.equal(new):
+                    continue
+                module, name = local_stage.buffers.places[number]
+                layer = next(x for x in local_stage.with_weights if module in set(x.module.modules()))
+                yield stage, layer.index, layer.module, name
 
     def _changed_weights(self) -> Iterator[tuple[int, str, str, str]]:
         for stage, noted in self._unchanged.items():
