@@ -277,7 +277,7 @@ def test_a_module_is_planned_from_its_loss_and_example(cache: Path) -> None:
     assert result.mini_batch == 4
     assert len(result.best[0].play.inputs.model.layers) == 6
     assert len([*cache.iterdir()]) == 1
-    again = cf.plan(model, loss=loss, example=(inputs, targets), depths=(1,), mini_batch=8)
+    again = cf.plan(model, loss=loss, example=(inputs, targets), depths=(1,), mini_batch=8, sizes=(1, 2, 4))
     assert again.mini_batch == 8
     assert again.best[0].play.inputs.profile == result.best[0].play.inputs.profile  # measured once
     for wrong, message in (
@@ -285,6 +285,7 @@ def test_a_module_is_planned_from_its_loss_and_example(cache: Path) -> None:
         ({"model": model, "loss": loss, "example": "hanayo-bert64"}, "needs loss and example"),
         ({"model": model, "profile": "a.toml"}, "profile: given in addition to a module"),
         ({"loss": loss, "example": "hanayo-bert64"}, "are for a module; leave them out"),
+        ({"sizes": (1,), "example": "hanayo-bert64"}, "are for a module; leave them out"),
     ):
         with pytest.raises(ConfigError, match=message):
             cf.plan(**wrong)

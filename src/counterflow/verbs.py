@@ -51,6 +51,7 @@ def plan(
     example: str | tuple[Any, Any] | None = None,
     loss: Callable[[Any, Any], Any] | None = None,
     optimizer: MakeOptimizer | None = None,
+    sizes: Sequence[int] | None = None,
     constraints: Constraints | None = None,
     count: int = 10,
     progress: Progress | None = None,
@@ -70,6 +71,8 @@ def plan(
             module a mini-batch, inputs and targets.
         loss: loss function of a module, as of ``profile``.
         optimizer: function that makes the optimizer of a module; None: AdamW.
+        sizes: samples of the micro-batches with which a module is measured; None: 1, 2, 4 and 8, as far as
+            the example has samples.
         constraints: constraints on a plan.
         count: how many of the best plans are returned, 1 or more.
         progress: called with candidates decided, candidates in all, and the current activity.
@@ -100,10 +103,12 @@ def plan(
             raise ConfigError("plan needs loss and example=(inputs, targets) to measure a module; give both")
         depths = constraints.depths
         workers = depths[0] if depths is not None and len(depths) == 1 else None
-        model, samples = _measured(cast("Any", model), loss, example, optimizer, workers)
+        model, samples = _measured(cast("Any", model), loss, example, optimizer, sizes=sizes, workers=workers)
         mini_batch, example = mini_batch or samples, None
-    elif loss is not None or optimizer is not None or isinstance(example, tuple):
-        raise ConfigError("loss, optimizer and example=(inputs, targets) are for a module; leave them out")
+    elif isinstance(example, tuple) or any(option is not None for option in (loss, optimizer, sizes)):
+        raise ConfigError(
+            "loss, optimizer, sizes and example=(inputs, targets) are for a module; leave them out"
+        )
     if model is not None and not isinstance(model, Model | Path | str):
         if profile is not None:
             raise ConfigError("profile: given in addition to a measurement, which has one; leave it out")
@@ -137,6 +142,8 @@ def _measured(
     loss: Callable[[Any, Any], Any],
     example: tuple[Any, Any],
     optimizer: MakeOptimizer | None,
+    *,
+    sizes: Sequence[int] | None,
     workers: int | None,
 ) -> tuple[Measurement, int]:
     from .measure.model_profile import Description  # noqa: PLC0415 - torch takes seconds
@@ -145,7 +152,7 @@ def _measured(
 
     source = UserModel(model, loss, example, optimizer or DEFAULT_OPTIMIZER)
     description = Description(type(model).__name__, source.optimizer_name, "cf.profile")
-    sizes = [size for size in _SIZES if size <= source.samples]
+    sizes = sizes or [size for size in _SIZES if size <= source.samples]
     return measure_once(source, description, sizes, workers=workers), source.samples
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import counterflow as cf
-from counterflow.errors import ConfigError
+from counterflow.errors import ConfigError, CounterflowError
 from counterflow.measure.folder_model import ModelFolder
 from counterflow.measure.layer_costs import layers_with_loss, ties_of
 from counterflow.measure.model_file import ModelFile
@@ -221,6 +221,21 @@ def test_a_mixture_with_its_own_loss_is_profiled() -> None:
     result = _profile(parts)
     assert result.model.runs() == [("linear", 1), ("routed", 5), ("linear-2", 1)]
     assert result.profile.layer("routed").backward_seconds[0] > 0
+
+
+def test_sizes_with_which_layers_raise_are_left_out() -> None:
+    """A batch norm of vectors needs two samples of a micro-batch."""
+    model, data = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.randn(4, 4)
+    options: dict[str, Any] = {"example": (data, data), "workers": 1, "repeats": 1}
+    measurement = cf.profile(model, mse_loss, sizes=(1, 2), **options)
+    assert measurement.profile.min_samples == 2
+    assert {layer.samples for layer in measurement.profile.layers.values()} == {(2.0,)}
+    result = cf.plan(measurement, mini_batch=4)
+    assert {plan.play.configuration.samples for plan in result.best} == {2, 4}
+    reason = "layers raised an error with less than 2 samples"
+    assert [omission.reason for omission in result.omissions if "micro-batch" in omission.what] == [reason]
+    with pytest.raises(CounterflowError, match="Expected more than 1 value per channel"):
+        cf.profile(model, mse_loss, sizes=(1,), **options)
 
 
 class HeadLoss(nn.Module):

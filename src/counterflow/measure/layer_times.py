@@ -6,7 +6,6 @@ which gives the sum without the runtime's code around each layer. The difference
 
 from __future__ import annotations
 
-import copy
 import gc
 import statistics
 from collections.abc import Callable, Sequence
@@ -21,7 +20,6 @@ from counterflow.errors import CounterflowError
 from counterflow.execution import Batching, Execution
 from counterflow.runtime.mini_batch.samples import samples_in
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.transport.base import Transport
 from counterflow.runtime.transport.spi import Hub
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule.ir import Schedule
@@ -33,6 +31,7 @@ from .sequences import Growth, at_lengths, positions_of_batch
 from .stages.stage_record import StageCost
 from .stages.timing import measure_stages
 from .stages.update_memory import UpdateMemory, measure_update
+from .subject_pipeline import pipeline_of, with_copies
 
 MICRO_BATCHES = 4
 """Micro-batches of a timed step, on each stage."""
@@ -193,7 +192,7 @@ class LayerTimer(_Turns):
         backward, in_backward = without_overhead(by_layer_times.backward, single_times.backward[0])
         return AtSize(
             self.size,
-            in_step(_with_copies(costs, by_layer), forward, backward, by_layer_times.spread),
+            in_step(with_copies(costs, by_layer), forward, backward, by_layer_times.spread),
             (in_forward + in_backward) / 2,
             self.update_seconds(quietest) / max(1, trained_bytes(single)),
             measure_update(single, by_layer),
@@ -282,7 +281,7 @@ def _states_alone(
     schedule = _by_layer(len(subject.layers), 1, slices=2)
     plain = replace(subject, execution=subject.execution.but(compile=False))
     try:
-        pipeline = _pipeline(plain, schedule, transport=Hub(1).transport(0, device))
+        pipeline = pipeline_of(plain, schedule, transport=Hub(1).transport(0, device))
         pipeline.step(*batch)
         costs = measure_stages(pipeline, *batch, repeats=1)
         pipeline.close()
@@ -340,14 +339,6 @@ def _update_lap(pipeline: Pipeline) -> Lap:
     update = thread_lap(begin, read_stop())
     pipeline.weights.detach()
     return update if pipeline.device.type == "cpu" else update._replace(waits=None)
-
-
-def _with_copies(costs: Sequence[StageCost], pipeline: Pipeline) -> list[StageCost]:
-    single = pipeline.weights.mutations.single_stages or ()
-    return [
-        replace(cost, profile=replace(cost.profile, one_copy=stage in single))
-        for stage, cost in enumerate(costs)
-    ]
 
 
 def trained_bytes(pipeline: Pipeline) -> int:
@@ -429,21 +420,6 @@ def _timed_pipeline(subject: Subject, schedule: Schedule) -> tuple[Pipeline, lis
     laps: list[OpLap] = []
     token = OP_LAPS.set(laps)
     try:
-        return _pipeline(subject, schedule), laps
+        return pipeline_of(subject, schedule), laps
     finally:
         OP_LAPS.reset(token)
-
-
-def _pipeline(subject: Subject, schedule: Schedule, transport: Transport | None = None) -> Pipeline:
-    pipeline = Pipeline(
-        copy.deepcopy(subject.layers),
-        copy.deepcopy(subject.loss) if isinstance(subject.loss, nn.Module) else subject.loss,
-        schedule,
-        optimizer=subject.optimizer,
-        transport=transport,
-        seed=subject.seed,
-        execution=subject.execution,
-        batching=subject.batching,
-    )
-    pipeline.weights.mutations.record()  # every worker has a replica, and these need not agree
-    return pipeline

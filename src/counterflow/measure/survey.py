@@ -40,6 +40,7 @@ from .layer_times import (
 from .links import Travel, measure_links
 from .machine import cores
 from .measuring_progress import Progress, reported
+from .subject_pipeline import runnable_sizes
 
 _Result = TypeVar("_Result")
 
@@ -199,8 +200,12 @@ def _measured(
     run = partial(timed, repeats=repeats, repeating=repeating)
     parts: list[tuple[list[AtSize], AtLengths | None]] = []
     progress = _Parts(done, len(groups))
+    tried = sizes
     for group in groups:
         subject = group.subject(model, chain, values)
+        sizes = runnable_sizes(subject, sizes)
+        for _ in tried[len(sizes) :]:
+            progress.count(None)
         by_size = [progress.count(run(LayerTimer, subject, size)) for size in sizes]
         parts.append((by_size, progress.count(run(LengthTimer, subject, sizes[0]))))
     largest = max(groups, key=lambda group: group.stop - group.start)
@@ -210,10 +215,12 @@ def _measured(
     layers = layers_with_loss([model.layers[place] for place in chain.places], model.loss)
     by_size = [
         joined_sizes(groups, results, layers, model)
-        for results in zip(*(part[0] for part in parts), strict=True)
+        for results in zip(*(part[0][-len(sizes) :] for part in parts), strict=True)
     ]
     lengths = joined_lengths(groups, [part[1] for part in parts])
     profile = assembled(layers, by_size, lengths, chain.measured_kinds)
+    if len(sizes) < len(tried):
+        profile = replace(profile, min_samples=sizes[0])
     if repeating:
         profile = replace(profile, waiting_share=round(fmean(times.waiting for times in by_size), 3))
     return chain, profile, by_size, lengths, steps, [measure_links(repeats, pair) for pair in pairs]

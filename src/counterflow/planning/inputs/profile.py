@@ -364,6 +364,7 @@ class Profile:
             ``norm_peak_bytes``.
         norm_peak_bytes: maximum memory of the gradient norm.
         positions: positions of a sample's sequence, which slices divide; 0: it has none.
+        min_samples: fewest samples of a micro-batch with which the layers run; batch norms need two.
         waiting_share: mean share of the timed ops in which threads of a worker waited for a processor that
             others had.
 
@@ -386,6 +387,7 @@ class Profile:
     norm_bytes_per_byte: float = 0.0
     norm_peak_bytes: float = 0.0
     positions: int = 0
+    min_samples: int = 1
     waiting_share: float = 0.0
 
     def __post_init__(self) -> None:
@@ -399,6 +401,7 @@ class Profile:
             "norm_bytes_per_byte",
             "norm_peak_bytes",
             "positions",
+            "min_samples",
             "waiting_share",
         ):
             require_number(name, getattr(self, name))

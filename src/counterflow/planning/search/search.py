@@ -44,7 +44,7 @@ from .search_result import Plan, Rejections, SearchResult, TooLarge, nothing_fit
 from .shape import WorkloadShape
 from .shared_bounds import SharedBounds
 from .slicings import slicings_of
-from .space import STALE, CandidateGroup, Omission, space, without_copies
+from .space import STALE, CandidateGroup, Omission, runnable, space
 from .sync_free_bound import SyncFreeBounds, sync_free_seconds
 
 Progress = Callable[[int, int, str], None]
@@ -175,7 +175,7 @@ def search(
         requirements = constraints.at(degrees, tried, cluster)
         slicings = slicings_of(model, predictor.profile, constraints.slices_at(degrees))
         groups, omitted = space(model, predictor.cluster, mini_batch, requirements, slicings, degrees=degrees)
-        groups, further = without_copies(groups, model, profile, degrees)
+        groups, further = runnable(groups, model, profile, degrees)
         omitted += further
         if elsewhere := sorted({*(constraints.depths or ())}.difference(requirements.depths or ())):
             reason = f"does not divide the {predictor.cluster.size} places of {degrees.positions} devices"

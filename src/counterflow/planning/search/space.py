@@ -86,7 +86,7 @@ class Omission:
     """A part of the space without a candidate, and the rule it breaks.
 
     Attributes:
-        what: a scheme, depths of every scheme, or plans with copies of a stage.
+        what: a scheme, depths of every scheme, or plans with copies of a stage or small micro-batches.
         reason: the rule, with its numbers.
     """
 
@@ -160,10 +160,10 @@ def space(
     return groups, omissions
 
 
-def without_copies(
+def runnable(
     groups: Sequence[CandidateGroup], model: Model, profile: Profile, degrees: Degrees = _ONE_POSITION
 ) -> tuple[list[CandidateGroup], list[Omission]]:
-    """The groups that a model can be trained with whose layers may need one copy, and what is left out.
+    """The groups with as few copies of a stage and as large micro-batches as layers need, and the omissions.
 
     Args:
         groups: groups of candidates.
@@ -172,13 +172,20 @@ def without_copies(
         degrees: degrees of a worker's positions.
     """
     kinds = [kind for kind in dict.fromkeys(model.layers) if profile.layer(kind).one_copy]
-    if not kinds:
-        return [*groups], []
-    single = [x for x in groups if not several_hold(x.shape.placement, x.replicas * degrees.dp_shard)]
-    if len(single) == len(groups):
-        return single, []
-    reason = f"training changes buffers or weights of {', '.join(kinds)}, and each copy would change its own"
-    return single, [Omission(COPIES, reason)]
+    replicas = degrees.dp_shard
+    single = [x for x in groups if not kinds or not several_hold(x.shape.placement, x.replicas * replicas)]
+    large = [x for x in single if x.samples >= x.shape.parts * profile.min_samples]
+    omissions = []
+    if len(single) < len(groups):
+        omissions.append(Omission(COPIES, _why_one_copy(kinds)))
+    if len(large) < len(single):
+        reason = f"layers raised an error with less than {plural(profile.min_samples, 'sample')}"
+        omissions.append(Omission("smaller micro-batches", reason))
+    return large, omissions
+
+
+def _why_one_copy(kinds: Sequence[str]) -> str:
+    return f"training changes buffers or weights of {', '.join(kinds)}, and each copy would change its own"
 
 
 def _refuse_what_nothing_meets(
