@@ -20,7 +20,7 @@ from .measure.layer_chain import LayerChain
 from .measure.layer_times import Subject
 from .measure.model_profile import Description, Measurement, measurement_of
 from .measure.optimizer_trial import optimizer_name
-from .measure.survey import survey_of_workers
+from .measure.survey import machines, survey_of_workers
 from .measure.user_model import RepeatedSamples
 from .planning.prediction import Parts, seconds_text
 from .planning.search.constraints import Constraints
@@ -111,12 +111,12 @@ def _measured(subject: Subject, sizes: list[int], transport: Transport) -> Measu
     folder = profile_cache.folder_of(
         *(subject, chain, sizes),
         transport=transport.kind.name,
-        workers=workers,
+        workers=workers // machines(),
         device=transport.device.type,
         threads=torch.get_num_threads(),
     )
     first = transport.rank == 0
-    cached = profile_cache.read(folder) if first else None
+    cached = profile_cache.read(folder, transport.device.type) if first else None
     if transport.gather_objects(cached is not None)[0]:
         return cached
     if first:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +15,16 @@ from torch.nn.functional import mse_loss
 
 import counterflow as cf
 from counterflow.execution import Execution
+from counterflow.measure import profile_cache
 from counterflow.measure.layer_chain import LayerChain
 from counterflow.measure.layer_times import Subject
+from counterflow.measure.model_profile import Measurement
 from counterflow.measure.profile_cache import folder_of
+from counterflow.measure.survey import machines
 from counterflow.measure.user_model import RepeatedSamples
+from counterflow.planning import Cluster, LayerProfile, Link, Model, Profile
+from counterflow.runtime.counted_memory import WORKER_BYTES
+from counterflow.runtime.workers.world import RankInfo
 
 from .test_equal_layers import Elementwise
 
@@ -123,6 +130,34 @@ def test_another_model_has_another_profile(*, decide: bool) -> None:
     """Also if its layers have the same class and weights, and need values of tensors."""
     names = [_name(layer=partial(Elementwise, times, decide=decide)) for times in (1, 1, 2)]
     assert names[0] == names[1] != names[2]
+
+
+def test_another_number_of_machines_has_another_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = _name()
+    for variable, value in RankInfo("torchrun", 0, 2, 0, "localhost", 1, machines=2).variables().items():
+        monkeypatch.setenv(variable, value)
+    assert machines() == 2
+    assert _name() != name
+
+
+def test_memory_is_that_of_the_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = LayerProfile((1.0,), (1.0,), (2.0,), (1.0,), 4.0, 4.0)
+    link = Link(0.0, 0.0)
+    measurement = Measurement(
+        Model("m", ("block",)),
+        Profile("p", "", "", {"block": layer}),
+        Cluster("c", 1, 2, 1e6, link, link),
+        (),
+        (),
+    )
+    profile_cache.write(measurement, tmp_path)
+    amounts = []
+    for limit in (3000, 5000):
+        monkeypatch.setenv(WORKER_BYTES, str(limit))
+        measurement_now = profile_cache.read(tmp_path, "cpu")
+        assert measurement_now is not None
+        amounts.append(measurement_now.cluster.memory_bytes)
+    assert amounts == [3000.0, 5000.0]
 
 
 def _named() -> list[str]:

@@ -15,7 +15,7 @@ import numpy as np
 from counterflow.planning.inputs.cluster import AllReduce, Cluster, Link, NodeKind
 
 from .links import Travel
-from .machine import cores, memory_bytes
+from .machine import cores, worker_bytes
 from .survey import Survey
 
 _NOTICED = 0.1
@@ -31,7 +31,7 @@ def cluster_of(survey: Survey) -> Cluster:
         name=f"{platform.node() or 'this machine'}",
         nodes=survey.nodes,
         devices=survey.workers,
-        memory_bytes=memory_bytes(survey.device, survey.workers),
+        memory_bytes=worker_bytes(survey.device, survey.workers),
         inside=fitted(messages),
         between=fitted(far_messages or messages),
         allreduce_inside=fitted(sums, begins=2) if sums else None,
@@ -41,7 +41,7 @@ def cluster_of(survey: Survey) -> Cluster:
         cores=cores() if on_cpu else None,
         kinds=kinds_by_speed([times.by_worker for times in survey.by_size], survey.nodes),
         sources={
-            "memory_bytes": "as the machine reports it, divided by its workers",
+            "memory_bytes": "as the machine reports it, divided by its workers, or their limit",
             "inside": _source("messages", messages) or "one worker: not used",
             "between": _source("messages", far_messages) or "one node: not used",
             "allreduce_inside": _source("all-reduces of 2 workers", sums),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import resource
@@ -9,6 +10,8 @@ import sys
 from pathlib import Path
 
 import torch
+
+from counterflow.runtime.counted_memory import worker_limit
 
 
 def cores() -> int:
@@ -23,6 +26,12 @@ def memory_bytes(device: str, workers: int) -> float:
     if device == "cuda":
         return float(torch.cuda.get_device_properties(0).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / workers
+
+
+def worker_bytes(device: str, workers: int) -> float:
+    """Bytes that a worker may use: its memory, or ``$COUNTERFLOW_WORKER_BYTES`` if that is less."""
+    limit = worker_limit(torch.device(device))
+    return min(memory_bytes(device, workers), math.inf if limit is None else float(limit))
 
 
 def peak_bytes(device: torch.device) -> int:

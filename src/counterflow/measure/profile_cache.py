@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,15 +25,16 @@ from counterflow.runtime.transport.kinds import GLOO, NCCL
 from .content_digests import optimizer_content
 from .layer_chain import LayerChain
 from .layer_times import Subject, SubjectSource
-from .machine import cores, device_name
+from .machine import cores, device_name, worker_bytes
 from .model_profile import Description, Measurement, measure_model
+from .survey import machines
 
 CACHE = "COUNTERFLOW_CACHE"
 """Environment variable with the folder of cached profiles."""
 
 LOG = logging.getLogger("counterflow.auto")
 
-_METHOD = 6
+_METHOD = 7
 """Number of the way of measuring; another one makes kept profiles stale."""
 
 REPEATS = 5
@@ -56,7 +58,7 @@ def folder_of(
         chain: its layers that are measured.
         sizes: samples of the measured micro-batches.
         transport: name of the transport.
-        workers: number of workers.
+        workers: workers of each machine.
         device: their device, cuda or cpu.
         threads: threads of each.
     """
@@ -66,7 +68,7 @@ def folder_of(
         optimizer_content(subject.optimizer),
         [*sizes],
         subject.execution.agreed(),
-        (transport, workers),
+        (transport, workers, machines()),
         device_name(device, threads),
     )
     digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
@@ -74,12 +76,20 @@ def folder_of(
     return (Path(root) if root else Path.home() / ".cache" / "counterflow") / "profiles" / digest
 
 
-def read(folder: Path) -> Measurement | None:
-    """The measurement in a folder; None: there is none that can be read."""
+def read(folder: Path, device: str) -> Measurement | None:
+    """The measurement in a folder, with a worker's memory as it is now; None: there is none that can be read.
+
+    Args:
+        folder: the folder.
+        device: device of the workers, cuda or cpu.
+    """
     try:
-        return Measurement.load(folder)
+        measurement = Measurement.load(folder)
     except (OSError, ConfigError):
         return None
+    cluster = measurement.cluster
+    memory = worker_bytes(device, cluster.devices)
+    return replace(measurement, cluster=replace(cluster, memory_bytes=memory))
 
 
 def write(measurement: Measurement, folder: Path) -> None:
@@ -116,6 +126,7 @@ def measure_once(
         threads: threads of each worker; None: the cores divided by the workers.
     """
     subject, on_gpu = source(), torch.cuda.is_available()
+    device = "cuda" if on_gpu else "cpu"
     workers = workers or (torch.cuda.device_count() if on_gpu else cores())
     threads = threads or max(1, cores() // workers)
     chain = LayerChain.of(subject)
@@ -123,10 +134,10 @@ def measure_once(
         *(subject, chain, sizes),
         transport=(NCCL if on_gpu else GLOO).name,
         workers=workers,
-        device="cuda" if on_gpu else "cpu",
+        device=device,
         threads=threads,
     )
-    measurement = read(folder)
+    measurement = read(folder, device)
     if measurement is None:
         announce(chain, workers, folder)
         measurement = measure_model(

@@ -104,7 +104,7 @@ def survey(
     on_gpu = torch.cuda.is_available()
     device = "cuda" if on_gpu else "cpu"
     placed = rank_info()
-    nodes = 1 if placed is None else placed.machines
+    nodes = machines()
     here = workers or (torch.cuda.device_count() if on_gpu else cores())
     if placed is not None:
         here = _workers_of_each_node(placed, workers)
@@ -150,9 +150,14 @@ def survey_of_workers(subject: Subject, chain: LayerChain, sizes: Sequence[int],
     )
 
 
-def _workers_here() -> int:
+def machines() -> int:
+    """Number of machines that the workers are on."""
     placed = rank_info()
-    return current_transport().world_size // (1 if placed is None else placed.machines)
+    return 1 if placed is None else placed.machines
+
+
+def _workers_here() -> int:
+    return current_transport().world_size // machines()
 
 
 def _pairs(here: int, nodes: int) -> tuple[tuple[int, int], ...]:

@@ -12,7 +12,7 @@ from counterflow.schedule.ir import Schedule
 from counterflow.schedule.registry import schedule_of
 
 from .assembly.pipeline_arguments import PipelineArguments
-from .footprint.available import WORKER_BYTES, available_bytes_here, available_bytes_on
+from .footprint.available import WORKER_BYTES, available_bytes_here, available_bytes_on, worker_limit
 from .footprint.count import MemorySubject, count_memory
 from .footprint.footprint import Memory, shortage
 from .footprint.virtual_model import virtual_batch
@@ -20,7 +20,15 @@ from .mini_batch.loss_output import LossFunction
 from .parameters.optimizers import MakeOptimizer
 from .pipeline import PARAMETERS, Pipeline
 
-__all__ = ["WORKER_BYTES", "Memory", "available_bytes_here", "available_bytes_on", "memory", "shortage"]
+__all__ = [
+    "WORKER_BYTES",
+    "Memory",
+    "available_bytes_here",
+    "available_bytes_on",
+    "memory",
+    "shortage",
+    "worker_limit",
+]
 
 
 def memory(
