@@ -21,7 +21,7 @@ from counterflow.measure.layer_times import Subject
 from counterflow.measure.model_profile import Measurement
 from counterflow.measure.profile_cache import folder_of
 from counterflow.measure.survey import machines
-from counterflow.measure.user_model import RepeatedSamples
+from counterflow.measure.user_model import RepeatedSamples, UserModel
 from counterflow.planning import Cluster, LayerProfile, Link, Model, Profile
 from counterflow.runtime.counted_memory import WORKER_BYTES
 from counterflow.runtime.workers.world import RankInfo
@@ -130,6 +130,57 @@ def test_another_model_has_another_profile(*, decide: bool) -> None:
     """Also if its layers have the same class and weights, and need values of tensors."""
     names = [_name(layer=partial(Elementwise, times, decide=decide)) for times in (1, 1, 2)]
     assert names[0] == names[1] != names[2]
+
+
+class Power(nn.Module):
+    """A linear layer, and a power that no operator's shapes show."""
+
+    def __init__(self, power: float) -> None:
+        super().__init__()
+        self.linear, self.power = nn.Linear(4, 4), power
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Output of the layer."""
+        return torch.as_tensor(self.linear(x)).abs().pow(self.power * _TIMES)
+
+
+def test_numbers_of_layers_and_those_that_forwards_read_have_another_profile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = _name(layer=partial(Power, 2.0))
+    assert _name(layer=partial(Power, 2.0)) == name != _name(layer=partial(Power, 2.5))
+    monkeypatch.setitem(globals(), "_TIMES", 3)
+    assert _name(layer=partial(Power, 2.0)) != name
+
+
+def test_numbers_of_layers_that_are_found_have_another_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward that reads the number is the model's, whose layers are its modules with weights."""
+
+    def name() -> str:
+        data, loss = torch.ones(2, 4), mse_loss
+        subject = UserModel(Power(2.0), loss, (data, data))()
+        options: dict[str, Any] = {"transport": "gloo", "workers": 1, "device": "cpu", "threads": 1}
+        return folder_of(subject, LayerChain.of(subject), [1], **options).name
+
+    first = name()
+    assert name() == first
+    monkeypatch.setitem(globals(), "_TIMES", 3)
+    assert name() != first
+
+
+def test_other_settings_of_torch_have_another_profile() -> None:
+    name, precision = _name(), torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        medium = _name()
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    torch.use_deterministic_algorithms(mode=True)
+    try:
+        deterministic = _name()
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
+    assert len({name, medium, deterministic, _name()}) == 3
 
 
 def test_another_number_of_machines_has_another_profile(monkeypatch: pytest.MonkeyPatch) -> None:

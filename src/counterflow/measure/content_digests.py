@@ -9,6 +9,7 @@ Invariant: none of the described code runs, except that of a trial optimizer.
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from enum import Enum
@@ -87,6 +88,7 @@ class _Content:
                 tensors = [*value.named_parameters(), *value.named_buffers()]
                 content = [*details_of(value).items(), self.of(settings_of(value), depth)]
                 content.append(self._items(tensors, depth))
+                content.append(self._items(_read_by_forwards(value), depth))
             case MethodType():
                 content = [value.__qualname__, self.of(value.__self__, depth)]
             case FunctionType():
@@ -95,12 +97,25 @@ class _Content:
                     content.append(self.of(_values_read_by(value), depth))
             case type():
                 content = [source_of_name(value)]
-            case _ if isinstance(value, ModuleType) or not hasattr(value, "__dict__"):
+            case _ if isinstance(value, ModuleType | logging.Logger) or not hasattr(value, "__dict__"):
                 content = [getattr(value, "__qualname__", type(value).__qualname__)]
             case _:
                 named = ((name, item) for name, item in vars(value).items() if not OF_WORKERS.search(name))
                 content = [source_of_name(type(value)), self._items(named, depth)]
         return content
+
+
+def _read_by_forwards(module: nn.Module) -> list[tuple[str, object]]:
+    # Numbers, functions and operators alone: of other objects much differs by process.
+    kinds = {type(part): None for part in module.modules()}
+    forwards = [(kind, kind.forward) for kind in kinds if "(source " in source_of_name(kind)]
+    return [
+        (f"{kind.__qualname__}.{name}", read)
+        for kind, forward in forwards
+        if isinstance(forward, FunctionType)
+        for name, read in _values_read_by(forward).items()
+        if isinstance(read, int | float | str | tuple) or callable(read)
+    ]
 
 
 def _values_read_by(function: FunctionType) -> dict[str, object]:

@@ -95,9 +95,16 @@ def _places(kinds: Sequence[str], layers: Sequence[nn.Module]) -> list[int]:
 
 
 def _digest(subject: Subject, flows: tuple[Flow, ...] | None, batch: tuple[Any, Any]) -> str:
-    code = () if flows else [content_of(x) for x in subject.layers if not isinstance(x, CapturedLayer)]
+    # Operators are not all that costs depend on: numbers, kernels, and code beside tensors count too.
+    code = [content_of(layer) for layer in (*subject.layers, *_models_of(subject.layers))]
     parts = [*traits_of(subject.layers, flows)], code, content_of(batch), content_of(subject.loss)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _models_of(layers: Sequence[nn.Module]) -> list[nn.Module]:
+    # Modules of captured layers are those with weights; the forwards that call these are of the model.
+    records = [x.recording for x in layers if isinstance(x, CapturedLayer) and x.recording is not None]
+    return [*{id(record.model): record.model for record in records if record.model is not None}.values()]
 
 
 def with_values(layers: Sequence[nn.Module]) -> list[nn.Module]:

@@ -1,8 +1,8 @@
 """Profiles that are measured once: kept in a folder named by a digest.
 
 The folder is in ``$COUNTERFLOW_CACHE`` or ``~/.cache/counterflow``, and contains the planner's three files.
-The digest is of all that costs depend on: operators and weights of the model and the loss, options of the
-optimizer, machine, execution and sizes.
+The digest is of all that costs depend on: code, operators and weights of the model and the loss, options of
+the optimizer, machines, execution, sizes, and torch's settings.
 
 Invariant: what is read is complete, as a file appears when it is written; a damaged one is measured again.
 """
@@ -70,10 +70,24 @@ def folder_of(
         subject.execution.agreed(),
         (transport, workers, machines()),
         device_name(device, threads),
+        _settings(),
     )
     digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
     root = os.environ.get(CACHE)
     return (Path(root) if root else Path.home() / ".cache" / "counterflow") / "profiles" / digest
+
+
+def _settings() -> tuple[object, ...]:
+    # torch's switches that change how fast its kernels are
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        [getattr(torch.backends.mkldnn, name, None) for name in ("enabled", "deterministic")],
+        [
+            getattr(torch.backends.cudnn, name)
+            for name in ("enabled", "benchmark", "deterministic", "allow_tf32")
+        ],
+    )
 
 
 def read(folder: Path, device: str) -> Measurement | None:
