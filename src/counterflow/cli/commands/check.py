@@ -11,7 +11,7 @@ from counterflow.program.checker import Report, inspect
 
 from ..options.flags import JsonFlag, SchemeOptions, SubjectArgument
 from ..options.subject_argument import schedule_of
-from ..output.console import WIDE, console, heading, print_json
+from ..output.console import WIDE, bullet, console, heading, print_json, sign_of
 
 
 def check(
@@ -42,9 +42,6 @@ def check(
         raise typer.Exit(1)
 
 
-_SIGNS = {True: ("✓", "green"), False: ("✗", "bold red")}
-
-
 def _print(title: str, report: Report) -> None:
     from rich.text import Text
 
@@ -53,15 +50,14 @@ def _print(title: str, report: Report) -> None:
     for result in report.results:
         if result.ok is None:
             continue
-        sign, style = _SIGNS[result.ok]
-        out.print(Text.assemble((sign, style), f" {result.rule}"))
+        out.print(Text.assemble(sign_of(out, result.ok), f" {result.rule}"))
         if result.detail:
             for line in result.detail.splitlines():
                 out.print(Text(f"    {line}", style="" if not result.ok else "dim"))
     unknown = sum(result.ok is None for result in report.results)
     if unknown:
         rules = f"{unknown} rule{'s' if unknown > 1 else ''}"
-        remark = f"· {rules} skipped, because a rule above fails; --json lists them"
+        remark = f"{bullet(out)} {rules} skipped, because a rule above fails; --json lists them"
         out.print(Text(remark, style="yellow"))
     broken = sum(result.ok is False for result in report.results)
     total = len(report.results)

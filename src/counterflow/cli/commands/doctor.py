@@ -14,7 +14,7 @@ from counterflow.errors import CounterflowError
 from counterflow.runtime.transport.kinds import kinds
 
 from ..options.flags import JsonFlag
-from ..output.console import WIDE, console, note, print_json
+from ..output.console import WIDE, console, note, print_json, sign_of
 
 if TYPE_CHECKING:
     from counterflow.measure.health import Finding
@@ -76,9 +76,6 @@ def _tests() -> Iterable[Finding]:
         yield Finding(f"training over {kind}", figures, ok=agreement.ok, advice=advice)
 
 
-_SIGNS = {True: ("✓", "green"), False: ("✗", "bold red"), None: ("·", "dim")}
-
-
 def _print(results: list[Finding], *, ok: bool) -> None:
     from rich.table import Table
     from rich.text import Text
@@ -87,7 +84,7 @@ def _print(results: list[Finding], *, ok: bool) -> None:
     out.print(Text(f"counterflow {__version__}", style="bold"))
     grid = Table.grid(padding=(0, 2))
     for finding in results:
-        sign, style = _SIGNS[finding.ok]
+        sign, style = sign_of(out, finding.ok)
         text = Text(finding.found)
         if finding.advice:
             text.append(f"; {finding.advice}", style)

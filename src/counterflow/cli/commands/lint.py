@@ -14,7 +14,7 @@ from counterflow.common.plurals import plural
 from counterflow.lint.calls import CommunicatorScope
 
 from ..options.flags import JsonFlag
-from ..output.console import WIDE, console, note, number, print_json, writing
+from ..output.console import WIDE, bullet, console, note, number, print_json, sign_of, writing
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -148,19 +148,18 @@ def _print(name: str, verdict: RuleVerdict) -> None:
     out.print(Text(f"{name}: {lists.form}, {size}", style="bold"))
     shown: dict[tuple[str, ...], str] = {}
     for finding in verdict.findings:
-        sign, style = ("✓", "green") if finding.ok else ("✗", "bold red")
         lines = list(finding.faults)
         if finding.play is not None and not finding.ok:
             lines = circle_lines(waits_shown(lists, finding.play), closed=finding.play.closed)
         same = shown.setdefault(tuple(lines), finding.rule) if lines else finding.rule
-        title = Text.assemble((sign, style), f" {finding.rule}")
+        title = Text.assemble(sign_of(out, finding.ok), f" {finding.rule}")
         out.print(title if same == finding.rule else title.append(f": as with {same}"))
         if same == finding.rule:
             for line in lines:
                 out.print(Text(f"    {line}"))
     if verdict.places:
         out.print(Text("\n    ".join(["Where each rank is:", *map(str, verdict.places)])))
-    for text in (*(f"· {remark}" for remark in verdict.remarks), *_stalls(verdict.stalls)):
+    for text in (*(f"{bullet(out)} {remark}" for remark in verdict.remarks), *_stalls(verdict.stalls)):
         out.print(Text(text, style="yellow"))
     for fix, about in ((verdict.first_fix, "for NCCL's order alone"), (verdict.fix, "for all rules")):
         if fix is not None:

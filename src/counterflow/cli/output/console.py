@@ -41,6 +41,33 @@ def console(width: int | None = None) -> Console:
     return Screen(width=width, highlight=False, soft_wrap=False)
 
 
+def sign_of(out: Console, ok: bool | None) -> tuple[str, str]:
+    """Sign of a result and its style; a word where the console cannot encode the sign.
+
+    Args:
+        out: the console.
+        ok: True: it holds; False: it does not; None: it was skipped.
+    """
+    sign, word, style = _SIGNS[ok]
+    return _encoded(out, sign, word), style
+
+
+def bullet(out: Console) -> str:
+    """Beginning of a remark, in characters that the console can encode."""
+    return _encoded(out, "·", "-")
+
+
+_SIGNS = {True: ("✓", "ok", "green"), False: ("✗", "WRONG", "bold red"), None: ("·", "skipped", "dim")}
+
+
+def _encoded(out: Console, text: str, plain: str) -> str:
+    try:
+        text.encode(out.encoding)
+    except (UnicodeEncodeError, LookupError):
+        return plain
+    return text
+
+
 def table_of(*columns: str, text_columns: Sequence[str] = ("",), pad_edge: bool = True) -> Table:
     """A table of figures; the columns named in ``text_columns`` contain words, aligned to the left."""
     from rich import box
