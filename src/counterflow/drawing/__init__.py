@@ -21,7 +21,7 @@ from .chart import Arrow, Box, BoxKind, BoxLane, Bubble, Chart, Memory
 from .charting import chart_of, order_chart
 from .look import USUAL, Look
 from .page import write_page
-from .saving import FORMS, require_form, written
+from .saving import CHARTS, FORMS, require_form, written
 from .time_units import AmountUnit
 from .trace import write_trace
 
@@ -127,7 +127,7 @@ def draw_charts(charts: Sequence[Chart], path: str | Path, look: Look = USUAL) -
         ConfigError: as in ``draw``.
     """
     path = Path(path)
-    form = require_form(path, (*FORMS, *_WRITERS))
+    form = require_form(path, CHARTS)
     with written(path):
         if form in FORMS:
             from .figure import write_figure  # noqa: PLC0415 - matplotlib takes a while to import

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 FORMS = (".png", ".svg", ".pdf")
 """Suffixes of a figure's file."""
 
+CHARTS = (*FORMS, ".html", ".trace.json")
+"""Suffixes of files that a chart can be drawn into."""
+
 SETTINGS: dict[Any, Any] = {
     "svg.hashsalt": "counterflow",
     "svg.fonttype": "path",

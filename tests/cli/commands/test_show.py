@@ -154,7 +154,7 @@ def test_unknown_suffix(refused: Callable[..., str], tmp_path: Path) -> None:
     path = tmp_path / "chimera.jpeg"
     message = refused(f"{CHIMERA} --out {path}")
     assert str(path) in message
-    for suffix in (".png", ".svg", ".pdf", ".html", ".trace.json"):
+    for suffix in (".png", ".svg", ".pdf", ".html", ".trace.json", ".csv"):
         assert suffix in message
     assert not path.exists()
 

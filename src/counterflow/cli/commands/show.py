@@ -89,6 +89,7 @@ def show(
 ) -> None:
     """Draw the timeline of a schedule or a run: in the terminal, or into files."""
     from counterflow.drawing import draw, draw_terminal
+    from counterflow.drawing.saving import CHARTS, require_form
 
     out, form, memory, messages = output.out or (), output.form, output.memory, output.messages
     if messages and (is_run(subject) or not out):
@@ -117,6 +118,7 @@ def show(
     elif not out:
         draw_terminal(result, console(), compare=compared_result, memory=memory)
     for path in out:
+        require_form(path, (*CHARTS, ".csv"))
         with writing(path):
             if path.suffix == ".csv":
                 path.write_text(as_text(schedule, FileFormat.CSV), encoding="utf-8")
