@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from counterflow.common.tensors.divided_modules import is_divided_whole
 from counterflow.errors import ConfigError
 
 from .contexts import autocast_of
@@ -366,4 +367,4 @@ class _Opening:
         if isinstance(module, torch.jit.ScriptModule) or has_hooks(module):
             self._reasons.setdefault(path, "is compiled by torch.jit or has hooks, which are not traced")
             return False
-        return True
+        return not is_divided_whole(module)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from counterflow.common.tensors.expert_modules import expert_modules
+from counterflow.common.tensors.divided_modules import expert_modules
 from counterflow.planning.inputs.layer_parts import Experts
 
 _CHOSEN = "chosen", "top_k", "k", "num_experts_per_tok"

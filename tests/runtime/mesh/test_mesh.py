@@ -29,8 +29,8 @@ def test_fsdp_sums_what_some_positions_used() -> None:
     cf.launch(cases_of("four", "unequal_cases.py"), workers=4, timeout_seconds=60, threads=1)
 
 
-def test_a_model_whose_layers_were_found_has_the_sharded_weights() -> None:
-    cf.launch(cases_of("places", "recorded_cases.py"), workers=1, transport="gloo", timeout_seconds=60)
+def test_layers_that_were_found_are_divided_with_the_weights_of_the_model() -> None:
+    cf.launch(cases_of("two", "recorded_cases.py"), workers=2, timeout_seconds=60, threads=1)
 
 
 @pytest.mark.parametrize(

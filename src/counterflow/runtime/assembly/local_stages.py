@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from torch.distributed.device_mesh import DeviceMesh
 
 from counterflow.api.experts import TokenBalance
+from counterflow.common.tensors.divided_modules import expert_modules
 from counterflow.common.tensors.dtensors import is_dtensor
-from counterflow.common.tensors.expert_modules import expert_modules
 from counterflow.common.tensors.torch_private import keeps_buffers
 from counterflow.errors import ConfigError
 from counterflow.execution import Batching, Execution
@@ -303,8 +303,12 @@ def _sharded(
     if any(module.divides_experts for module in modules) and not dims.has_experts:
         raise ConfigError(
             "cf.ExpertParallel found no experts in the model: give a module that calls cf.dispatch the "
-            "attribute expert_parameters, names of its parameters [experts, ...], and list the layers "
-            "(list_layers=, or a list): experts of layers that are found by example= are not divided"
+            "attribute expert_parameters, names of its parameters [experts, ...]"
+        )
+    if any(module.divides_features for module in modules) and not dims.divides_features:
+        raise ConfigError(
+            "cf.TensorParallel found nothing to divide in the model: give modules the attribute "
+            "tensor_parallel_plan, such as {'up': 'colwise', 'down': 'rowwise'}"
         )
     if dims.in_lockstep and not schedule.synchronous:
         raise ConfigError(

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from counterflow.api.experts import local_experts
 from counterflow.api.token_shares import same_tokens
-from counterflow.common.tensors.expert_modules import EXPERT_PARAMETERS, expert_modules
+from counterflow.common.tensors.divided_modules import EXPERT_PARAMETERS, expert_modules
 from counterflow.common.tensors.torch_fsdp import shard_placements
 from counterflow.common.tensors.torch_private import flattened
 from counterflow.errors import ConfigError

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from counterflow.common.parallel_degrees import Degrees
-from counterflow.common.tensors.expert_modules import expert_modules
+from counterflow.common.tensors.divided_modules import expert_modules
 from counterflow.errors import ConfigError
 
 from .context_parallel import ContextParallel

@@ -64,6 +64,7 @@ class StageModule(nn.Module, StageWrapper):
             every micro-batch, and not once a step: more messages, and no gradient of the whole stage.
         expert_weights: weights of which positions have other experts each.
         divides_experts: True if its experts, if it has any, are divided.
+        divides_features: True if its modules with a plan of tensor parallelism, if it has any, are divided.
         context: positions that share its sequences; None: it is given whole ones.
         lengths: relative lengths of the slices in which its sequences run.
         stays_on_meta: True if it is rehearsed: its weights are on the meta device, and remain there.
@@ -82,7 +83,7 @@ class StageModule(nn.Module, StageWrapper):
         self.lengths = lengths
         self.stays_on_meta = False
         self.expert_weights: list[ExpertWeight] = []
-        self.divides_experts = False
+        self.divides_experts = self.divides_features = False
         self.context: Context | None = None
         for layer in layers:
             self.add_module(str(layer.index), layer.module)

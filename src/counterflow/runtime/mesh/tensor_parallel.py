@@ -14,15 +14,13 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from counterflow.common.tensors.divided_modules import TENSOR_PARALLEL_PLAN
 from counterflow.common.tensors.torch_private import children_of, parameters_of
 from counterflow.errors import ConfigError
 
 from .divided_forward import DividedForward
 from .mesh_function import DimNames, MeshFunction
 from .parallel import StageModule
-
-PLAN = "tensor_parallel_plan"
-"""Attribute of a module: ``colwise`` or ``rowwise`` by the name of a child, as in transformers' plans."""
 
 COLWISE, ROWWISE, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
 
@@ -60,6 +58,7 @@ class TensorParallel(MeshFunction):
             ConfigError: the mesh has no such dimension, or heads or features cannot be divided over it.
         """
         part = self._part(mesh)
+        stage.divides_features = part.size() > 1
         for name, module, plan in [*divided_modules(stage)]:
             place = f"stage {stage.number}: {name}"
             refuse_undivided(place, module, plan, part.size())
@@ -73,7 +72,7 @@ class TensorParallel(MeshFunction):
 def divided_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module, Plan]]:
     """Modules that tensor parallelism divides, with their names and their children's plan."""
     for name, module in root.named_modules():
-        plan = getattr(module, PLAN, None) or _transformers_plan(name, module)
+        plan = getattr(module, TENSOR_PARALLEL_PLAN, None) or _transformers_plan(name, module)
         if ROWWISE in plan.values():
             yield name, module, plan
 

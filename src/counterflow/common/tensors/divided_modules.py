@@ -1,4 +1,4 @@
-"""Modules of routed experts, and their parameters [experts, ...]."""
+"""Attributes by which modules say how they are divided, and modules of routed experts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,15 @@ from torch import nn
 
 EXPERT_PARAMETERS = "expert_parameters"
 """Attribute of a module that dispatches tokens itself: names of its own parameters [experts, ...]."""
+
+TENSOR_PARALLEL_PLAN = "tensor_parallel_plan"
+"""Attribute of a module: ``colwise`` or ``rowwise`` by the name of a child, as in transformers' plans."""
+
+
+def is_divided_whole(module: nn.Module) -> bool:
+    """True if a module says how it is divided, so that no layer may have a part of it."""
+    attributes = EXPERT_PARAMETERS, TENSOR_PARALLEL_PLAN
+    return any(hasattr(module, name) for name in attributes) or _is_routed(module)
 
 
 def expert_modules(root: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
