@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import counterflow as cf
+from counterflow.common.tensors.float32_precision import Float32Precision
 from counterflow.execution import Execution
 from counterflow.measure import profile_cache
 from counterflow.measure.layer_chain import LayerChain
@@ -169,18 +170,20 @@ def test_numbers_of_layers_that_are_found_have_another_profile(monkeypatch: pyte
 
 
 def test_other_settings_of_torch_have_another_profile() -> None:
-    name, precision = _name(), torch.get_float32_matmul_precision()
+    name, precision, backends = _name(), Float32Precision.current(), cast("Any", torch.backends)
     try:
         torch.set_float32_matmul_precision("medium")
         medium = _name()
+        backends.mkldnn.matmul.fp32_precision = "tf32"
+        reduced = _name()
     finally:
-        torch.set_float32_matmul_precision(precision)
+        precision.restore()
     torch.use_deterministic_algorithms(mode=True)
     try:
         deterministic = _name()
     finally:
         torch.use_deterministic_algorithms(mode=False)
-    assert len({name, medium, deterministic, _name()}) == 3
+    assert len({name, medium, reduced, deterministic, _name()}) == 4
 
 
 def test_another_number_of_machines_has_another_profile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from counterflow.common.tensors.float32_precision import Float32Precision
+
 _DEVICE_TYPES = ("cpu", "cuda")
 
 
@@ -114,7 +116,7 @@ class TorchSettings(NamedTuple):
     dtype: torch.dtype
     deterministic: bool
     warns_only: bool
-    precision: str
+    precision: Float32Precision
 
 
 def process_settings() -> TorchSettings:
@@ -123,7 +125,7 @@ def process_settings() -> TorchSettings:
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.get_float32_matmul_precision(),
+        Float32Precision.current(),
     )
 
 
@@ -132,4 +134,4 @@ def restore_process_settings(settings: TorchSettings) -> None:
     if process_settings() != settings:
         torch.set_default_dtype(settings.dtype)
         torch.use_deterministic_algorithms(settings.deterministic, warn_only=settings.warns_only)
-        torch.set_float32_matmul_precision(settings.precision)
+        settings.precision.restore()

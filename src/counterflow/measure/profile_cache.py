@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from counterflow.common.plurals import plural
+from counterflow.common.tensors.float32_precision import Float32Precision
 from counterflow.errors import ConfigError
 from counterflow.runtime.transport.kinds import GLOO, NCCL
 
@@ -79,14 +80,12 @@ def folder_of(
 
 def _settings() -> tuple[object, ...]:
     # torch's switches that change how fast its kernels are
+    mkldnn, cudnn = torch.backends.mkldnn, torch.backends.cudnn
     return (
         torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
-        [getattr(torch.backends.mkldnn, name, None) for name in ("enabled", "deterministic")],
-        [
-            getattr(torch.backends.cudnn, name)
-            for name in ("enabled", "benchmark", "deterministic", "allow_tf32")
-        ],
+        [getattr(mkldnn, name, None) for name in ("enabled", "deterministic")],
+        [getattr(cudnn, name) for name in ("enabled", "benchmark", "deterministic")],
+        Float32Precision.current().by_backend,
     )
 
 
