@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from counterflow.execution import Execution
-from counterflow.measure.layer_times import Subject, same
 from counterflow.measure.model_profile import INPUTS, Description, measure_model
+from counterflow.measure.subject_pipeline import Subject, same
 from counterflow.models.loss import next_token_loss
 from counterflow.planning.inputs import input_files
 from one_gpu import Report

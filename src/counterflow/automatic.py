@@ -17,9 +17,9 @@ from .errors import ConfigError, CounterflowError
 from .execution import Execution
 from .measure import profile_cache
 from .measure.layer_chain import LayerChain
-from .measure.layer_times import Subject
 from .measure.model_profile import Description, Measurement, measurement_of
 from .measure.optimizer_trial import optimizer_name
+from .measure.subject_pipeline import Subject
 from .measure.survey import machines, survey_of_workers
 from .measure.user_model import RepeatedSamples
 from .planning.prediction import Parts, seconds_text

@@ -12,7 +12,7 @@ from counterflow.capture import layers
 from counterflow.execution import Execution
 from counterflow.measure.equal_layers import flows_of, kinds_of, without_repeats
 from counterflow.measure.layer_chain import LayerChain, with_values
-from counterflow.measure.layer_times import Subject
+from counterflow.measure.subject_pipeline import Subject
 from counterflow.measure.user_model import RepeatedSamples, UserModel
 
 

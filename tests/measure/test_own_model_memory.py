@@ -13,7 +13,8 @@ from torch.nn.functional import cross_entropy, mse_loss, silu
 import counterflow as cf
 from counterflow.measure.layer_chain import LayerChain
 from counterflow.measure.layer_costs import assembled, skips_of
-from counterflow.measure.layer_times import AtSize, Subject, bytes_of
+from counterflow.measure.layer_times import AtSize, bytes_of
+from counterflow.measure.subject_pipeline import Subject
 from counterflow.measure.user_model import UserModel
 from counterflow.planning import Cluster, Configuration, Link, Model, Profile
 from counterflow.planning.predict import Predictor

@@ -18,9 +18,9 @@ from counterflow.common.tensors.float32_precision import Float32Precision
 from counterflow.execution import Execution
 from counterflow.measure import profile_cache
 from counterflow.measure.layer_chain import LayerChain
-from counterflow.measure.layer_times import Subject
 from counterflow.measure.model_profile import Measurement
 from counterflow.measure.profile_cache import folder_of
+from counterflow.measure.subject_pipeline import Subject
 from counterflow.measure.survey import machines
 from counterflow.measure.user_model import RepeatedSamples, UserModel
 from counterflow.planning import Cluster, LayerProfile, Link, Model, Profile

@@ -84,7 +84,7 @@ def records_of(model: nn.Module, inputs: Any, kwargs: Mapping[str, Any], dim: in
 
 
 def _examples(model: nn.Module, inputs: Any, kwargs: Mapping[str, Any], dim: int | None) -> Iterator[Example]:
-    """Examples with fewer and fewer free dimensions."""
+    # with fewer and fewer free dimensions
     free: tuple[Any, ...] = ()
     for lengths, sample_dim in (*((lengths, dim) for lengths in FreeLengths), (FreeLengths.NONE, None)):
         example = example_of(model, inputs, kwargs, sample_dim, lengths)

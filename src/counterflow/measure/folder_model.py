@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from counterflow.errors import ConfigError
 
-from .layer_times import Subject
+from .subject_pipeline import Subject
 from .user_model import UserModel
 
 _SAMPLES = 8

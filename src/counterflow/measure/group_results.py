@@ -11,8 +11,9 @@ from torch import nn
 from counterflow.runtime.workers.world import current_transport
 
 from .layer_groups import LayerGroup
-from .layer_times import AtLengths, AtSize, Subject
+from .layer_times import AtLengths, AtSize
 from .optimizer_trial import updates_together
+from .subject_pipeline import Subject
 
 
 def joined_sizes(

@@ -25,7 +25,7 @@ from counterflow.planning.inputs.model import LayerTie
 from .content_digests import content_of
 from .equal_layers import Flow, flows_of, kinds_of, passes_values, traits_of, without_repeats
 from .layer_costs import layers_with_loss, ties_of
-from .layer_times import Subject
+from .subject_pipeline import Subject
 
 _REPEATS = 4
 """Most of equal layers in a row that are measured."""

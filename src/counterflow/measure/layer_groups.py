@@ -27,8 +27,9 @@ from .boundary_values import BoundaryValues, LayerPass, passes_of
 from .equal_layers import passes_values
 from .layer_chain import LayerChain, with_values
 from .layer_costs import layers_with_loss
-from .layer_times import MICRO_BATCHES, Subject
+from .layer_times import MICRO_BATCHES
 from .optimizer_trial import states_per_byte
+from .subject_pipeline import Subject
 
 _COPIES = 2
 """Pipelines that are timed alternately, each with weights, gradients and states of its own."""

@@ -9,15 +9,14 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from counterflow.common.laps import OP_LAPS, Lap, OpLap, read_start, read_stop
 from counterflow.errors import CounterflowError
-from counterflow.execution import Batching, Execution
 from counterflow.runtime.mini_batch.samples import samples_in
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.transport.spi import Hub
@@ -31,45 +30,10 @@ from .sequences import Growth, at_lengths, positions_of_batch
 from .stages.stage_record import StageCost
 from .stages.timing import measure_stages
 from .stages.update_memory import UpdateMemory, measure_update
-from .subject_pipeline import pipeline_of, with_copies
+from .subject_pipeline import Subject, pipeline_of, with_copies
 
 MICRO_BATCHES = 4
 """Micro-batches of a timed step, on each stage."""
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """The subject of a measurement; every process gets a copy of it.
-
-    Attributes:
-        layers: the model; on the meta device weights are made by ``reset_parameters``. Several pipelines are
-            made of copies of it, and train these.
-        loss: function of the model's output and targets that returns the mean loss over the samples.
-        optimizer: function that makes an optimiser of parameters.
-        batch: function that makes inputs and targets of a number of samples.
-        seed: seed of weights and random draws.
-        execution: how the pipeline executes it.
-        batching: how mini-batches are cut.
-        fills_meta: True if layers on the meta device are measured with any values.
-    """
-
-    layers: list[nn.Module]
-    loss: Callable[[Any, Any], Tensor]
-    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-    batch: Callable[[int], tuple[Any, Any]]
-    seed: int
-    execution: Execution
-    batching: Batching = field(default_factory=Batching)
-    fills_meta: bool = False
-
-
-SubjectSource = Callable[[], Subject]
-"""Function that makes a subject, which each worker calls; it can be pickled."""
-
-
-def same(subject: Subject) -> Subject:
-    """The subject itself: with ``partial``, the source of a subject that can be pickled."""
-    return subject
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from torch import nn
 
 from counterflow.errors import ConfigError
 
-from .layer_times import Subject
+from .subject_pipeline import Subject
 from .user_model import UserModel
 
 MAKE_MODEL = "make_model"

@@ -23,10 +23,11 @@ from counterflow.planning.inputs.profile import Profile
 from .cluster_costs import cluster_of
 from .disturbance import HIGH, LOW
 from .layer_costs import skips_of
-from .layer_times import AtSize, StepOverheads, SubjectSource
+from .layer_times import AtSize, StepOverheads
 from .links import Travel
 from .machine import device_name
 from .measuring_progress import Progress
+from .subject_pipeline import SubjectSource
 from .survey import Survey, survey
 
 SIZES = (1, 2, 4, 8, 16, 32)

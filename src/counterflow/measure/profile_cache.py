@@ -25,9 +25,9 @@ from counterflow.runtime.transport.kinds import GLOO, NCCL
 
 from .content_digests import optimizer_content
 from .layer_chain import LayerChain
-from .layer_times import Subject, SubjectSource
 from .machine import cores, device_name, worker_bytes
 from .model_profile import Description, Measurement, measure_model
+from .subject_pipeline import Subject, SubjectSource
 from .survey import machines
 
 CACHE = "COUNTERFLOW_CACHE"

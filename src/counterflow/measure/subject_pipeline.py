@@ -1,4 +1,4 @@
-"""Pipelines of a subject that is measured, and the sizes of micro-batches that they run with.
+"""The subject of a measurement, its pipelines, and the sizes of micro-batches that they run with.
 
 Invariant: a measurement refuses no layer that a pipeline with one copy of each stage trains.
 """
@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from counterflow.common.plurals import plural
+from counterflow.execution import Batching, Execution
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.transport.base import Transport
 from counterflow.runtime.transport.spi import Hub
@@ -23,10 +25,42 @@ from counterflow.schedule.schemes import dapple
 
 from .stages.stage_record import StageCost
 
-if TYPE_CHECKING:
-    from .layer_times import Subject
-
 _LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The subject of a measurement; every process gets a copy of it.
+
+    Attributes:
+        layers: the model; on the meta device weights are made by ``reset_parameters``. Several pipelines are
+            made of copies of it, and train these.
+        loss: function of the model's output and targets that returns the mean loss over the samples.
+        optimizer: function that makes an optimiser of parameters.
+        batch: function that makes inputs and targets of a number of samples.
+        seed: seed of weights and random draws.
+        execution: how the pipeline executes it.
+        batching: how mini-batches are cut.
+        fills_meta: True if layers on the meta device are measured with any values.
+    """
+
+    layers: list[nn.Module]
+    loss: Callable[[Any, Any], Tensor]
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    batch: Callable[[int], tuple[Any, Any]]
+    seed: int
+    execution: Execution
+    batching: Batching = field(default_factory=Batching)
+    fills_meta: bool = False
+
+
+SubjectSource = Callable[[], Subject]
+"""Function that makes a subject, which each worker calls; it can be pickled."""
+
+
+def same(subject: Subject) -> Subject:
+    """The subject itself: with ``partial``, the source of a subject that can be pickled."""
+    return subject
 
 
 def pipeline_of(subject: Subject, schedule: Schedule, transport: Transport | None = None) -> Pipeline:

@@ -26,21 +26,11 @@ from .group_results import joined_lengths, joined_sizes
 from .layer_chain import LayerChain
 from .layer_costs import assembled, layers_with_loss
 from .layer_groups import groups_of, values_of
-from .layer_times import (
-    AtLengths,
-    AtSize,
-    LayerTimer,
-    LengthTimer,
-    StepOverheads,
-    StepTimer,
-    Subject,
-    SubjectSource,
-    timed,
-)
+from .layer_times import AtLengths, AtSize, LayerTimer, LengthTimer, StepOverheads, StepTimer, timed
 from .links import Travel, measure_links
 from .machine import cores
 from .measuring_progress import Progress, reported
-from .subject_pipeline import runnable_sizes
+from .subject_pipeline import Subject, SubjectSource, runnable_sizes
 
 _Result = TypeVar("_Result")
 

@@ -21,8 +21,8 @@ from counterflow.execution import Execution
 from counterflow.runtime.mini_batch.samples import samples_in
 from counterflow.runtime.parameters.optimizers import MakeOptimizer
 
-from .layer_times import Subject
 from .optimizer_trial import optimizer_name
+from .subject_pipeline import Subject
 
 DEFAULT_OPTIMIZER: MakeOptimizer = partial(torch.optim.AdamW, lr=0.001)
 """Optimizer of a model that comes without."""

@@ -11,9 +11,9 @@ from functools import partial
 from counterflow.automatic import planned, sizes_of, text_of
 from counterflow.errors import ConfigError
 from counterflow.execution import Execution
-from counterflow.measure.layer_times import same
 from counterflow.measure.model_profile import Description
 from counterflow.measure.profile_cache import LOG, measure_once
+from counterflow.measure.subject_pipeline import same
 from counterflow.runtime.workers import world
 
 from .config import RunConfig

@@ -10,10 +10,10 @@ from pydantic import BeforeValidator
 
 from counterflow.common.json_models import Result
 from counterflow.measure.folder_model import ModelFolder
-from counterflow.measure.layer_times import Subject, same
 from counterflow.measure.measuring_progress import Progress
 from counterflow.measure.model_file import ModelFile
 from counterflow.measure.model_profile import SIZES, Description, Measurement, measure_model
+from counterflow.measure.subject_pipeline import Subject, same
 from counterflow.planning.inputs import input_files
 
 from .config import RunConfig
