@@ -187,13 +187,11 @@ def example_of(
         )
     has_samples = [_has(leaf, dim) and leaf.shape[dim] == samples for leaf in leaves]
     lengths = lengths if dim == 0 else FreeLengths.NONE
-    counted = [
-        leaf for leaf, has in zip(leaves, has_samples, strict=True) if has and _has_length(leaf, lengths)
-    ]
-    known = {leaf.shape[1] for leaf in counted}
+    pairs = [*zip(leaves, has_samples, strict=True)]
+    known = {leaf.shape[1] for leaf, has in pairs if has and _has_length(leaf, lengths)}
     groups: dict[tuple[str, int], int] = {}
     free = []
-    for leaf, has in zip(leaves, has_samples, strict=True):
+    for leaf, has in pairs:
         dims: list[tuple[int, int]] = []
         if has:
             dims.append((dim or 0, groups.setdefault(("samples", 0), len(groups))))

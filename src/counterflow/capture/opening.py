@@ -85,7 +85,7 @@ def records_of(model: nn.Module, inputs: Any, kwargs: Mapping[str, Any], dim: in
 
 def _examples(model: nn.Module, inputs: Any, kwargs: Mapping[str, Any], dim: int | None) -> Iterator[Example]:
     # with fewer and fewer free dimensions
-    free: tuple[Any, ...] = ()
+    free: object = None
     for lengths, sample_dim in (*((lengths, dim) for lengths in FreeLengths), (FreeLengths.NONE, None)):
         example = example_of(model, inputs, kwargs, sample_dim, lengths)
         if example.free != free:

@@ -1,4 +1,4 @@
-"""Reading of files that a user named; an error gives the reason."""
+"""Text of files that a user named, where an error gives the reason, and of streams."""
 
 from __future__ import annotations
 
@@ -48,3 +48,12 @@ def _limited(path: Path, place: str) -> bytes:
                     f"{place}: has more than {_MOST_BYTES // 2**20} MiB, or has no end; name a smaller file"
                 )
     return bytes(data)
+
+
+def can_encode(encoding: str, text: str) -> bool:
+    """True if an encoding has all characters of a text."""
+    try:
+        text.encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True

@@ -19,6 +19,8 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
+from counterflow.common.text_files import can_encode
+
 from . import palette
 from .chart import (
     Box,
@@ -94,7 +96,7 @@ class Grid:
             slot, wide = end / room, 1
         elif short:
             wide = room // round(end / slot)
-        levels = _LEVELS if _can_encode(console, _LEVELS) else _PLAIN_LEVELS
+        levels = _LEVELS if can_encode(console.encoding, _LEVELS) else _PLAIN_LEVELS
         return cls(tuple(charts), end, slot, wide, short, scaled, room, margin, colour, marked, levels)
 
     @property
@@ -132,14 +134,6 @@ def common_slot(times: Sequence[float], end: float) -> float | None:
         if slot * _MOST_SLOTS < end and slot > near:
             return None
     return slot if slot > near else None
-
-
-def _can_encode(console: Console, text: str) -> bool:
-    try:
-        text.encode(console.encoding)
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
 
 
 def _peak_width(chart: Chart) -> int:

@@ -19,7 +19,6 @@ from counterflow.common.laps import OP_LAPS, Lap, OpLap, read_start, read_stop
 from counterflow.errors import CounterflowError
 from counterflow.runtime.mini_batch.samples import samples_in
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.transport.spi import Hub
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.schemes import dapple, gpipe, interleaved
@@ -30,7 +29,7 @@ from .sequences import Growth, at_lengths, positions_of_batch
 from .stages.stage_record import StageCost
 from .stages.timing import measure_stages
 from .stages.update_memory import UpdateMemory, measure_update
-from .subject_pipeline import Subject, pipeline_of, with_copies
+from .subject_pipeline import Subject, pipeline_alone, pipeline_of, with_copies
 
 MICRO_BATCHES = 4
 """Micro-batches of a timed step, on each stage."""
@@ -235,17 +234,16 @@ def _states(subject: Subject, batch: tuple[Any, Any], size: int) -> tuple[tuple[
     the same.
     """
     transport = current_transport()
-    states = _states_alone(subject, batch, size, transport.device) if transport.rank == 0 else None
+    states = _states_alone(subject, batch, size) if transport.rank == 0 else None
     return cast("tuple[tuple[float, float], ...] | None", transport.gather_objects(states)[0])
 
 
 def _states_alone(
-    subject: Subject, batch: tuple[Any, Any], size: int, device: torch.device
+    subject: Subject, batch: tuple[Any, Any], size: int
 ) -> tuple[tuple[float, float], ...] | None:
     schedule = _by_layer(len(subject.layers), 1, slices=2)
-    plain = replace(subject, execution=subject.execution.but(compile=False))
     try:
-        pipeline = pipeline_of(plain, schedule, transport=Hub(1).transport(0, device))
+        pipeline = pipeline_alone(subject, schedule)
         pipeline.step(*batch)
         costs = measure_stages(pipeline, *batch, repeats=1)
         pipeline.close()

@@ -85,6 +85,12 @@ def pipeline_of(subject: Subject, schedule: Schedule, transport: Transport | Non
     return pipeline
 
 
+def pipeline_alone(subject: Subject, schedule: Schedule) -> Pipeline:
+    """A pipeline as of ``pipeline_of`` in this worker alone, which is not compiled."""
+    plain = replace(subject, execution=subject.execution.but(compile=False))
+    return pipeline_of(plain, schedule, transport=Hub(1).transport(0, current_transport().device))
+
+
 def with_copies(costs: Sequence[StageCost], pipeline: Pipeline) -> list[StageCost]:
     """Costs of stages that say which need one copy, as the steps of their pipeline have shown."""
     single = pipeline.weights.mutations.single_stages or ()
@@ -120,10 +126,8 @@ def runnable_sizes(subject: Subject, sizes: Sequence[int]) -> list[int]:
 
 
 def _error_of_step(subject: Subject, size: int) -> Exception | None:
-    plain = replace(subject, execution=subject.execution.but(compile=False))
-    alone = Hub(1).transport(0, current_transport().device)
     try:
-        pipeline = pipeline_of(plain, dapple(1, 1), transport=alone)
+        pipeline = pipeline_alone(subject, dapple(1, 1))
         pipeline.step(*subject.batch(size))
         pipeline.close()
     except Exception as error:

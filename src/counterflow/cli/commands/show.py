@@ -118,9 +118,9 @@ def show(
     elif not out:
         draw_terminal(result, console(), compare=compared_result, memory=memory)
     for path in out:
-        require_form(path, (*CHARTS, ".csv"))
+        ending = require_form(path, (*CHARTS, ".csv"))
         with writing(path):
-            if path.suffix == ".csv":
+            if ending == ".csv":
                 path.write_text(as_text(schedule, FileFormat.CSV), encoding="utf-8")
             else:
                 draw(result, path, compare=compared_result, memory=memory, messages=messages)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
+from counterflow.common.text_files import can_encode
 from counterflow.errors import ConfigError, CounterflowError
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.registry import find
@@ -61,11 +62,7 @@ _SIGNS = {True: ("✓", "ok", "green"), False: ("✗", "WRONG", "bold red"), Non
 
 
 def _encoded(out: Console, text: str, plain: str) -> str:
-    try:
-        text.encode(out.encoding)
-    except (UnicodeEncodeError, LookupError):
-        return plain
-    return text
+    return text if can_encode(out.encoding, text) else plain
 
 
 def table_of(*columns: str, text_columns: Sequence[str] = ("",), pad_edge: bool = True) -> Table:

@@ -172,8 +172,9 @@ def runnable(
         degrees: degrees of a worker's positions.
     """
     kinds = [kind for kind in dict.fromkeys(model.layers) if profile.layer(kind).one_copy]
-    replicas = degrees.dp_shard
-    single = [x for x in groups if not kinds or not several_hold(x.shape.placement, x.replicas * replicas)]
+    single = [
+        x for x in groups if not (kinds and several_hold(x.shape.placement, x.replicas * degrees.dp_shard))
+    ]
     large = [x for x in single if x.samples >= x.shape.parts * profile.min_samples]
     omissions = []
     if len(single) < len(groups):
